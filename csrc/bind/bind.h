@@ -1,0 +1,6 @@
+// One registration function per stateful subsystem, defined in bind/<subsystem>.cpp and called by module.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace areal::bind {}  // namespace areal::bind
