@@ -1,0 +1,1 @@
+"""The asynchronous rollout/train loop: read `loop.py` from top to bottom."""

@@ -1,0 +1,60 @@
+"""Trajectories: what generators hand to the trainer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Group", "Trajectory"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One sampled response, token ids exactly as they were sampled.
+
+    Attributes:
+        prompt_ids: int32 [P].
+        response_ids: int32 [R], the stop token included when there was one.
+        logprobs: float32 [R], log-probability of each response token under the distribution it was sampled from.
+        versions: int64 [R], policy version that produced each response token.
+        finish_reason: "stop" or "length".
+        reward: verified reward; NaN when the verifier failed (the sample is excluded).
+        group_id: samples of one prompt share it; increases in order of admission.
+        sample_index: place in the group, 0 .. group_size-1.
+    """
+
+    prompt_ids: npt.NDArray[np.int32]
+    response_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
+    finish_reason: str
+    reward: float
+    group_id: int
+    sample_index: int
+
+    @property
+    def failed(self) -> bool:
+        """Whether the verifier raised or timed out."""
+        return math.isnan(self.reward)
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of its oldest response token."""
+        return int(self.versions.min()) if self.versions.size else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All finished samples of one prompt, in order of sample_index."""
+
+    group_id: int
+    prompt: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest token in the group."""
+        return min(t.oldest_version for t in self.trajectories)
