@@ -1,0 +1,30 @@
+"""Typed errors of areal_core.
+
+Broken contracts of functions raise ValueError or TypeError. The classes here are failures that a running system
+expects and handles (a peer gone, a deadline passed) and mistakes in files that people write (configuration, data,
+checkpoints).
+"""
+
+from __future__ import annotations
+
+__all__ = ["ArealError", "CheckpointError", "ConfigError", "DataError", "GeneratorError"]
+
+
+class ArealError(Exception):
+    """Base class of the errors below."""
+
+
+class ConfigError(ArealError, ValueError):
+    """A configuration key is unknown or its value is not allowed; the text names the key."""
+
+
+class DataError(ArealError, ValueError):
+    """A line of a dataset cannot be used; the text names file and line."""
+
+
+class CheckpointError(ArealError):
+    """A checkpoint is missing, incomplete or corrupt; the text names it."""
+
+
+class GeneratorError(ArealError):
+    """A generator process failed more often than the run tolerates; the text says which and how."""
