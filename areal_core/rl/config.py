@@ -122,7 +122,9 @@ class GenerateConfig:
             _require(getattr(self, key) >= 1, f"generate.{key}", ">= 1", getattr(self, key))
         for key in ("max_slots", "top_k", "max_restarts"):
             _require(getattr(self, key) >= 0, f"generate.{key}", ">= 0", getattr(self, key))
-        _require(self.temperature > 0, "generate.temperature", "> 0 (the policy gradient needs sampling)", self.temperature)
+        _require(
+            self.temperature > 0, "generate.temperature", "> 0 (the policy gradient needs sampling)", self.temperature
+        )
         _require(0 < self.top_p <= 1, "generate.top_p", "in (0, 1]", self.top_p)
         _require(self.stall_timeout_s > 0, "generate.stall_timeout_s", "> 0", self.stall_timeout_s)
 
@@ -147,7 +149,9 @@ class LossConfig:
         _require(0 < self.clip_low < 1, "loss.clip_low", "in (0, 1)", self.clip_low)
         _require(self.clip_high is None or self.clip_high > 0, "loss.clip_high", "> 0 or null", self.clip_high)
         _require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "> 1 or null", self.dual_clip)
-        _require(self.behavior_cap is None or self.behavior_cap >= 1, "loss.behavior_cap", ">= 1 or null", self.behavior_cap)
+        _require(
+            self.behavior_cap is None or self.behavior_cap >= 1, "loss.behavior_cap", ">= 1 or null", self.behavior_cap
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+import math
+
+import pytest
+
+from areal_core.errors import ConfigError
+from areal_core.rl.config import Config
+from areal_core.rl.config_file import build_config, load_config, save_config
+
+
+def test_defaults_need_no_file():
+    assert load_config() == Config()
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 3\nrollout: {eta: 1, group_size: 4}\n")
+    config = load_config(
+        path, ["rollout.eta=inf", "train.learning_rate=1e-3", "loss.clip_high=0.3", "task.options.min_terms=2"]
+    )
+    assert (config.seed, config.rollout.group_size, config.rollout.eta) == (3, 4, math.inf)
+    assert config.train.learning_rate == 1e-3
+    assert config.loss.clip_high == 0.3
+    assert config.task.options == {"min_terms": 2}
+
+
+def test_saved_config_repeats_the_run(tmp_path):
+    config = load_config(
+        None, ["rollout.eta=inf", "train.betas=[0.8, 0.9]", "task.options.min_terms=2", "loss.dual_clip=3"]
+    )
+    save_config(config, tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("rollout.etta=1", "rollout.etta: unknown key; did you mean rollout.eta?"),
+        ("nonsense=1", "nonsense: unknown key; known keys: run_dir,"),
+        ("rollout.eta=-1", "rollout.eta: expected a whole number >= 0, or inf, got -1.0"),
+        ("rollout.eta=0.5", "rollout.eta: expected a whole number >= 0, or inf, got 0.5"),
+        ("rollout.eta=abc", "rollout.eta: expected a number, got 'abc'"),
+        ("rollout.eta=nan", "rollout.eta: expected a number, got 'nan'"),
+        ("rollout.group_size=2.5", "rollout.group_size: expected a whole number, got 2.5"),
+        ("rollout.group_size=true", "rollout.group_size: expected a whole number, got True"),
+        ("rollout=3", "rollout: expected a mapping, got 3"),
+        ("loss.objective=ppo", "loss.objective: expected one of decoupled, naive, uncorrected, got 'ppo'"),
+        ("train.betas=[0.9]", "train.betas: expected 2 values, got [0.9]"),
+        ("telemetry.trace=yes please", "telemetry.trace: expected true or false, got 'yes please'"),
+        ("generate.temperature=0", "generate.temperature: expected > 0 (the policy gradient needs sampling), got 0.0"),
+        (
+            "train.minibatches=999",
+            "train.minibatches: expected at most rollout.batch_groups * rollout.group_size = 256, got 999",
+        ),
+        ("seed", "override: expected key=value, got 'seed'"),
+        ("seed.x.y=1", "seed: expected a whole number, got {'x': {'y': 1}}"),
+    ],
+)
+def test_mistakes_name_their_key(override, text):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert str(caught.value).startswith(text)
+
+
+def test_bad_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="expected an existing file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="expected a mapping at the top level, got list"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+
+
+def test_an_override_into_a_value_that_is_no_section():
+    with pytest.raises(ConfigError, match="seed: expected a section, got 1"):
+        load_config(None, ["seed=1", "seed.x=2"])
+    assert build_config({}) == Config()
