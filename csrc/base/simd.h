@@ -165,5 +165,21 @@ AREAL_INLINE VecF exp(VecF x) {
   return select(x == x, value, x);
 }
 
+// 2^x for x in [-125, 127], which the caller clamps to; within 1 ulp, exact at integers. NaN is the caller's to keep
+// (its payload may be lost here). Degree-6 minimax polynomial on [-1/2, 1/2].
+AREAL_INLINE VecF exp2_in_range(VecF x) {
+  const VecF magic = splat(0x1.8p23f);
+  const VecF biased = x + magic;
+  const VecF r = x - (biased - magic);
+  VecF p = splat(0x1.41fbbcp-13f);
+  p = fma(p, r, splat(0x1.5f3e54p-10f));
+  p = fma(p, r, splat(0x1.3b2d4cp-7f));
+  p = fma(p, r, splat(0x1.c6aee8p-5f));
+  p = fma(p, r, splat(0x1.ebfbdcp-3f));
+  p = fma(p, r, splat(0x1.62e430p-1f));
+  p = fma(p, r, splat(1.0f));
+  return (VecF)((VecI)p + ((VecI)biased << 23));
+}
+
 }  // namespace
 }  // namespace areal::AREAL_ISA
