@@ -1,0 +1,207 @@
+// CPU entry points: checks, the split into blocks, and the merge of their results in index order, which is what
+// makes the result the same for any number of threads.
+#include "ops/logprob/logprob.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "base/check.h"
+#include "base/threads.h"
+#include "ops/logprob/logprob_cpu.h"
+#include "ops/logprob/logprob_math.h"
+
+namespace areal {
+namespace {
+
+using logprob::Partial;
+using logprob::RowGradient;
+
+constexpr int64_t kBlock = 4096;  // elements: 16 KB of float32, half of a small L1
+
+template <class Real>
+int64_t block_count(const LogprobInput<Real>& input) {
+  return (input.vocab + kBlock - 1) / kBlock;
+}
+
+template <class Real>
+int64_t block_length(const LogprobInput<Real>& input, int64_t block) {
+  return std::min(kBlock, input.vocab - block * kBlock);
+}
+
+template <class Real>
+const void* element(const LogprobInput<Real>& input, int64_t row, int64_t column) {
+  const int64_t bytes = static_cast<int64_t>(dtype_size_bytes(input.dtype));
+  return static_cast<const char*>(input.logits) + (row * input.row_stride + column) * bytes;
+}
+
+// Grain for parallel_for over items of `elements` elements each: a thread is worth waking for about 30 us.
+int64_t grain_for(int64_t elements) { return std::max<int64_t>(1, 8 * kBlock / std::max<int64_t>(1, elements)); }
+
+float load_logit(const void* element, DType dtype, float) { AREAL_ISA_DISPATCH(logprob_load(element, dtype)); }
+double load_logit(const void* element, DType, double) { return *static_cast<const double*>(element); }
+
+Partial<float> forward_block(const void* logits, DType dtype, int64_t count, float scale) {
+  AREAL_ISA_DISPATCH(logprob_forward_block(logits, dtype, count, scale));
+}
+
+Partial<double> forward_block(const void* logits, DType, int64_t count, double scale) {
+  const double* x = static_cast<const double*>(logits);
+  Partial<double> part = logprob::empty_partial<double>();
+  for (int64_t j = 0; j < count; ++j) part.max = x[j] > part.max ? x[j] : part.max;
+  for (int64_t j = 0; j < count; ++j) {
+    if (x[j] == -INFINITY) continue;
+    const double t = (x[j] - part.max) * scale, e = std::exp2(t);
+    part.sum += e;
+    part.weighted += e == 0 ? 0 : e * t;
+  }
+  return part;
+}
+
+void backward_block(const void* logits, void* grad, DType dtype, int64_t count, int64_t label,
+                    const RowGradient<float>& row) {
+  AREAL_ISA_DISPATCH(logprob_backward_block(logits, grad, dtype, count, label, row));
+}
+
+void backward_block(const void* logits, void* grad, DType, int64_t count, int64_t label,
+                    const RowGradient<double>& row) {
+  const double* x = static_cast<const double*>(logits);
+  double* g = static_cast<double*>(grad);
+  for (int64_t j = 0; j < count; ++j) {
+    const double t = (x[j] - row.max) * row.scale - row.offset, p = std::exp2(t);
+    g[j] = p == 0 ? 0 : p * (row.constant + row.slope * t);
+  }
+  if (label >= 0 && label < count) g[label] = row.label;
+}
+
+template <class Real>
+void check_live_rows(const LogprobInput<Real>& input) {
+  const char* op = "logprob_from_logits";
+  for (int64_t row = 0; row < input.rows; ++row) {
+    if (!input.live(row)) continue;
+    const int64_t label = input.labels[row];
+    AREAL_CHECK(label >= 0 && label < input.vocab, op, ": expected labels[", row, "] in [0, ", input.vocab,
+                ") or equal to ignore_index = ", input.ignore_index, ", got ", label);
+    const Real temperature = input.row_temperature(row);
+    AREAL_CHECK(temperature > 0 && std::isfinite(temperature) && std::isnormal(temperature), op,
+                ": expected temperature of row ", row, " > 0 and finite, got ", temperature);
+  }
+}
+
+template <class Real>
+Partial<double> row_block(const LogprobInput<Real>& input, int64_t row, int64_t block) {
+  const Real scale = static_cast<Real>(logprob::kLog2E / static_cast<double>(input.row_temperature(row)));
+  const auto part = forward_block(element(input, row, block * kBlock), input.dtype, block_length(input, block), scale);
+  return {part.max, part.sum, part.weighted};
+}
+
+// Merges a row's blocks, given by block(index), in index order; in double, so that their number costs no digits.
+template <class Real, class Block>
+void finish_row(const LogprobInput<Real>& input, const LogprobOutput<Real>& output, int64_t row, const Block& block) {
+  const double temperature = input.row_temperature(row), scale = logprob::kLog2E / temperature;
+  Partial<double> total = block(0);
+  for (int64_t b = 1; b < block_count(input); ++b) total = logprob::merge(total, block(b), scale);
+  const double label_logit = load_logit(element(input, row, input.labels[row]), input.dtype, Real{});
+  const auto result = logprob::finish_row(total, label_logit, temperature);
+  output.logprobs[row] = static_cast<Real>(result.logprob);
+  output.entropy[row] = static_cast<Real>(result.entropy);
+  output.lse[row] = static_cast<Real>(result.lse);
+  output.row_max[row] = static_cast<Real>(total.max);
+  output.log_sum[row] = static_cast<Real>(result.log_sum);
+}
+
+template <class Real>
+void clear_row(const LogprobOutput<Real>& output, int64_t row) {
+  for (Real* values : {output.logprobs, output.entropy, output.lse, output.row_max, output.log_sum}) values[row] = 0;
+}
+
+template <class Real>
+void forward_by_rows(const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
+  parallel_for(0, input.rows, grain_for(input.vocab), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (input.live(row)) {
+        finish_row(input, output, row, [&](int64_t block) { return row_block(input, row, block); });
+      } else {
+        clear_row(output, row);
+      }
+    }
+  });
+}
+
+// For few rows: the blocks of all rows are shared out, their results kept and merged afterwards.
+template <class Real>
+void forward_by_blocks(const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
+  const int64_t blocks = block_count(input);
+  std::vector<Partial<double>> parts(static_cast<size_t>(input.rows * blocks));
+  parallel_for(0, input.rows * blocks, grain_for(kBlock), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (input.live(i / blocks)) parts[static_cast<size_t>(i)] = row_block(input, i / blocks, i % blocks);
+    }
+  });
+  for (int64_t row = 0; row < input.rows; ++row) {
+    if (input.live(row)) {
+      finish_row(input, output, row, [&](int64_t block) { return parts[static_cast<size_t>(row * blocks + block)]; });
+    } else {
+      clear_row(output, row);
+    }
+  }
+}
+
+template <class Real>
+void forward(const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
+  check_live_rows(input);
+  const int64_t threads = num_threads();
+  if (threads > 1 && input.rows < 4 * threads) {
+    forward_by_blocks(input, output);
+  } else {
+    forward_by_rows(input, output);
+  }
+}
+
+template <class Real>
+RowGradient<Real> row_gradient(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient, int64_t row) {
+  if (!input.live(row)) return logprob::zero_row<Real>();
+  const auto at = [row](const Real* values) { return values == nullptr ? Real(0) : values[row]; };
+  const logprob::Upstream<Real> up{at(gradient.grad_logprobs), at(gradient.grad_entropy), at(gradient.grad_lse)};
+  return logprob::row_gradient(up, gradient.row_max[row], gradient.log_sum[row], gradient.logprobs[row],
+                               gradient.entropy[row], input.row_temperature(row));
+}
+
+template <class Real>
+void backward(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient) {
+  const int64_t blocks = block_count(input), bytes = static_cast<int64_t>(dtype_size_bytes(input.dtype));
+  parallel_for(0, input.rows * blocks, grain_for(std::min(kBlock, input.vocab)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end;) {
+      const int64_t row = i / blocks, row_end = std::min(end, (row + 1) * blocks);
+      const RowGradient<Real> math = row_gradient(input, gradient, row);
+      for (; i < row_end; ++i) {
+        const int64_t column = (i % blocks) * kBlock, count = block_length(input, i % blocks);
+        char* out = static_cast<char*>(gradient.grad_logits) + (row * gradient.grad_row_stride + column) * bytes;
+        if (math.zero) {
+          std::memset(out, 0, static_cast<size_t>(count * bytes));
+        } else {
+          const int64_t label = input.labels[row] - column;
+          backward_block(element(input, row, column), out, input.dtype, count, label, math);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void logprob_forward_cpu(const LogprobInput<float>& input, const LogprobOutput<float>& output) {
+  forward(input, output);
+}
+void logprob_forward_cpu(const LogprobInput<double>& input, const LogprobOutput<double>& output) {
+  forward(input, output);
+}
+void logprob_backward_cpu(const LogprobInput<float>& input, const LogprobGradient<float>& gradient) {
+  backward(input, gradient);
+}
+void logprob_backward_cpu(const LogprobInput<double>& input, const LogprobGradient<double>& gradient) {
+  backward(input, gradient);
+}
+
+}  // namespace areal

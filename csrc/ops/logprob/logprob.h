@@ -1,0 +1,75 @@
+// Log-probability of one label per row of logits, with the row's entropy and log-sum-exp, and their gradient.
+//
+//   z = x / temperature;   logprob = z_y - lse(z);   entropy = -sum_j p_j ln p_j;   lse = ln sum_j e^z_j
+//   dL/dx_j = (1/temperature) [ a (1{j=y} - p_j) - b p_j (ln p_j + entropy) + c p_j ]
+//   with a = dL/dlogprob, b = dL/dentropy, c = dL/dlse.
+//
+// One read of the logits forward, one read and one write backward; the softmax is never stored. The statistics of a
+// row are those of M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax" (2018), with the weighted
+// sum of the entropy added (logprob_math.h).
+//
+// Rows whose label is ignore_index, or whose loss_mask is 0, are not read: their outputs and their gradient are 0.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/host_device.h"
+
+namespace areal {
+
+// What forward and backward both read. Real is the type of every per-row array: double when the logits are float64
+// (CPU only), float otherwise. All pointers are to the device that runs the op; arrays have `rows` entries.
+template <class Real>
+struct LogprobInput {
+  const void* logits = nullptr;  // [rows, vocab], element stride 1
+  DType dtype = DType::kFloat32;
+  int64_t row_stride = 0;  // in elements; 0 (an expanded row) is fine
+  int64_t rows = 0;        // T
+  int64_t vocab = 0;       // V
+  const int64_t* labels = nullptr;
+  const Real* temperatures = nullptr;  // nullptr: `temperature` for every row
+  double temperature = 1.0;
+  const bool* loss_mask = nullptr;  // nullptr: every row is live
+  int64_t ignore_index = -100;
+
+  AREAL_HOST_DEVICE bool live(int64_t row) const {
+    return (loss_mask == nullptr || loss_mask[row]) && labels[row] != ignore_index;
+  }
+  AREAL_HOST_DEVICE Real row_temperature(int64_t row) const {
+    return temperatures == nullptr ? static_cast<Real>(temperature) : temperatures[row];
+  }
+};
+
+// Per-row results. row_max (of the raw logits) and log_sum (ln sum_j e^(z_j - z_max)) are what backward needs; lse
+// is their sum, but must not replace them: at logits near 16384 the sum has lost the digits that matter.
+template <class Real>
+struct LogprobOutput {
+  Real* logprobs = nullptr;
+  Real* entropy = nullptr;
+  Real* lse = nullptr;
+  Real* row_max = nullptr;
+  Real* log_sum = nullptr;
+};
+
+template <class Real>
+struct LogprobGradient {
+  const Real* grad_logprobs = nullptr;  // nullptr: zero
+  const Real* grad_entropy = nullptr;   // nullptr: zero
+  const Real* grad_lse = nullptr;       // nullptr: zero
+  const Real* logprobs = nullptr;       // these four: what forward returned
+  const Real* entropy = nullptr;
+  const Real* row_max = nullptr;
+  const Real* log_sum = nullptr;
+  void* grad_logits = nullptr;  // [rows, vocab] of the logits' dtype; may be the logits themselves
+  int64_t grad_row_stride = 0;  // in elements, at least vocab
+};
+
+// CPU. Bitwise the same for any number of threads. Throws areal::Error on a live row whose label lies outside
+// [0, vocab) or whose temperature is not a positive finite number; nothing has been written then.
+void logprob_forward_cpu(const LogprobInput<float>& input, const LogprobOutput<float>& output);
+void logprob_forward_cpu(const LogprobInput<double>& input, const LogprobOutput<double>& output);
+void logprob_backward_cpu(const LogprobInput<float>& input, const LogprobGradient<float>& gradient);
+void logprob_backward_cpu(const LogprobInput<double>& input, const LogprobGradient<double>& gradient);
+
+}  // namespace areal

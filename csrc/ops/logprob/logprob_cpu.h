@@ -1,0 +1,23 @@
+// What each instruction-set build of logprob_cpu.cpp exports: the loops over one block of a row, a few KB that stay
+// in L1 between the pass for the maximum and the pass for the sums. Pointers are to dtype elements (not float64).
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/isa.h"
+#include "ops/logprob/logprob_math.h"
+
+namespace areal {
+
+AREAL_ISA_DECLARE(float logprob_load(const void* element, DType dtype))
+
+// scale = log2(e) / temperature.
+AREAL_ISA_DECLARE(logprob::Partial<float> logprob_forward_block(const void* logits, DType dtype, int64_t count,
+                                                                float scale))
+
+// `label` is the label's index inside the block; outside [0, count): in another block. grad may be logits.
+AREAL_ISA_DECLARE(void logprob_backward_block(const void* logits, void* grad, DType dtype, int64_t count, int64_t label,
+                                              const logprob::RowGradient<float>& row))
+
+}  // namespace areal

@@ -1,0 +1,152 @@
+// Schema, argument checks and registration. The public function, the fake kernels and the autograd formula are in
+// areal_core/ops/logprob.py.
+#include <tuple>
+
+#include "bind/torch_tensor.h"
+#include "ops/logprob/logprob.h"
+
+namespace areal {
+namespace {
+
+using bind::empty;
+using bind::Tensor;
+using bind::vector_data;
+using OptionalTensor = std::optional<Tensor>;
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+constexpr const char* kOp = "logprob_from_logits";
+
+template <class Real>
+LogprobInput<Real> make_input(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures,
+                              double temperature, const OptionalTensor& loss_mask, int64_t ignore_index) {
+  AREAL_CHECK(logits.dim() == 2, kOp, ": expected logits of shape [T, V], got ", logits.dim(), "-D");
+  AREAL_CHECK(logits.stride(1) == 1 || logits.size(1) <= 1, kOp, ": expected logits.stride(-1) = 1, got ",
+              logits.stride(1));
+  AREAL_CHECK(temperature > 0 && temperature < 1e30, kOp, ": expected temperature > 0 and finite, got ", temperature);
+  const int64_t rows = logits.size(0);
+  LogprobInput<Real> input;
+  input.logits = logits.const_data_ptr();
+  input.dtype = bind::stream_dtype(logits, kOp, "logits");
+  input.row_stride = logits.stride(0);
+  input.rows = rows;
+  input.vocab = logits.size(1);
+  input.labels = vector_data<const int64_t>(labels, rows, logits, kOp, "labels");
+  input.temperatures = vector_data<Real>(temperatures, rows, logits, kOp, "temperature");
+  input.temperature = temperature;
+  input.loss_mask = vector_data<bool>(loss_mask, rows, logits, kOp, "loss_mask");
+  input.ignore_index = ignore_index;
+  return input;
+}
+
+template <class Real>
+LogprobGradient<Real> make_gradient(const LogprobInput<Real>& input, const Tensor& logits,
+                                    const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy,
+                                    const OptionalTensor& grad_lse, const Tensor& logprobs, const Tensor& entropy,
+                                    const Tensor& row_max, const Tensor& log_sum, const Tensor& grad_logits) {
+  LogprobGradient<Real> gradient;
+  gradient.grad_logprobs = vector_data<Real>(grad_logprobs, input.rows, logits, kOp, "grad_logprobs");
+  gradient.grad_entropy = vector_data<Real>(grad_entropy, input.rows, logits, kOp, "grad_entropy");
+  gradient.grad_lse = vector_data<Real>(grad_lse, input.rows, logits, kOp, "grad_lse");
+  gradient.logprobs = vector_data<const Real>(logprobs, input.rows, logits, kOp, "logprobs");
+  gradient.entropy = vector_data<const Real>(entropy, input.rows, logits, kOp, "entropy");
+  gradient.row_max = vector_data<const Real>(row_max, input.rows, logits, kOp, "row_max");
+  gradient.log_sum = vector_data<const Real>(log_sum, input.rows, logits, kOp, "log_sum");
+  gradient.grad_logits = grad_logits.mutable_data_ptr();
+  gradient.grad_row_stride = grad_logits.stride(0);
+  AREAL_CHECK(input.rows <= 1 || gradient.grad_row_stride >= input.vocab, kOp,
+              ": expected logits whose rows do not overlap (stride(0) >= ", input.vocab,
+              ") when inplace_backward = True, got stride(0) = ", gradient.grad_row_stride);
+  return gradient;
+}
+
+// Calls fn(Real{}) with the type of the per-row arrays.
+template <class Fn>
+auto with_real(const Tensor& logits, const Fn& fn) {
+  return bind::stream_dtype(logits, kOp, "logits") == DType::kFloat64 ? fn(double{}) : fn(float{});
+}
+
+struct Cpu {
+  template <class Real>
+  static void forward(const Tensor&, const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
+    logprob_forward_cpu(input, output);
+  }
+  template <class Real>
+  static void backward(const Tensor&, const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient) {
+    logprob_backward_cpu(input, gradient);
+  }
+};
+
+// inplace_backward is read by the autograd formula alone.
+template <class Device>
+FiveTensors forward(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures, double temperature,
+                    const OptionalTensor& loss_mask, int64_t ignore_index, bool /*inplace_backward*/) {
+  return with_real(logits, [&]<class Real>(Real) -> FiveTensors {
+    const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index);
+    const auto make = [&] { return empty({input.rows}, bind::kScalarType<Real>, logits); };
+    FiveTensors out{make(), make(), make(), make(), make()};
+    const auto data = [](const Tensor& tensor) { return static_cast<Real*>(tensor.mutable_data_ptr()); };
+    const LogprobOutput<Real> output{data(std::get<0>(out)), data(std::get<1>(out)), data(std::get<2>(out)),
+                                     data(std::get<3>(out)), data(std::get<4>(out))};
+    Device::forward(logits, input, output);
+    return out;
+  });
+}
+
+template <class Device>
+void backward_into(const Tensor& grad_logits, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy,
+                   const OptionalTensor& grad_lse, const Tensor& logits, const Tensor& labels,
+                   const OptionalTensor& temperatures, double temperature, const OptionalTensor& loss_mask,
+                   int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy, const Tensor& row_max,
+                   const Tensor& log_sum) {
+  with_real(logits, [&]<class Real>(Real) {
+    const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index);
+    const auto gradient = make_gradient<Real>(input, logits, grad_logprobs, grad_entropy, grad_lse, logprobs, entropy,
+                                              row_max, log_sum, grad_logits);
+    Device::backward(logits, input, gradient);
+  });
+}
+
+template <class Device>
+Tensor backward(const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy, const OptionalTensor& grad_lse,
+                const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures, double temperature,
+                const OptionalTensor& loss_mask, int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy,
+                const Tensor& row_max, const Tensor& log_sum) {
+  Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
+  backward_into<Device>(grad_logits, grad_logprobs, grad_entropy, grad_lse, logits, labels, temperatures, temperature,
+                        loss_mask, ignore_index, logprobs, entropy, row_max, log_sum);
+  return grad_logits;
+}
+
+template <class Device>
+void backward_inplace(const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy,
+                      const OptionalTensor& grad_lse, Tensor logits, const Tensor& labels,
+                      const OptionalTensor& temperatures, double temperature, const OptionalTensor& loss_mask,
+                      int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy, const Tensor& row_max,
+                      const Tensor& log_sum) {
+  backward_into<Device>(logits, grad_logprobs, grad_entropy, grad_lse, logits, labels, temperatures, temperature,
+                        loss_mask, ignore_index, logprobs, entropy, row_max, log_sum);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
+  m.def(
+      "logprob_forward(Tensor logits, Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, "
+      "int ignore_index, bool inplace_backward) "
+      "-> (Tensor logprobs, Tensor entropy, Tensor lse, Tensor row_max, Tensor log_sum)");
+  m.def(
+      "logprob_backward(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_lse, Tensor logits, Tensor labels, "
+      "Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index, Tensor logprobs, Tensor entropy, "
+      "Tensor row_max, Tensor log_sum) -> Tensor");
+  m.def(
+      "logprob_backward_(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_lse, Tensor(a!) logits, "
+      "Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index, Tensor logprobs, "
+      "Tensor entropy, Tensor row_max, Tensor log_sum) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(areal_core, CPU, m) {
+  m.impl("logprob_forward", TORCH_BOX(&forward<Cpu>));
+  m.impl("logprob_backward", TORCH_BOX(&backward<Cpu>));
+  m.impl("logprob_backward_", TORCH_BOX(&backward_inplace<Cpu>));
+}
+
+}  // namespace
+}  // namespace areal
