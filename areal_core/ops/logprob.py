@@ -1,0 +1,149 @@
+"""Log-probability of a label, entropy and log-sum-exp of each row of logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from areal_core.ops._dispatch import call
+
+
+class LogprobOutput(NamedTuple):
+    """Per-row results, [T]: float32, or float64 for float64 logits. All three are differentiable."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+def logprob_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    loss_mask: Tensor | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    group: object | None = None,
+) -> LogprobOutput:
+    """Log-softmax of each row at its label, with the row's entropy (nats) and log-sum-exp, in one read of the logits.
+
+    Row t of the logits predicts labels[t]; with z = logits / temperature: logprobs = z_y - lse,
+    entropy = -sum p ln p, lse = ln sum e^z. The softmax is never stored: backward recomputes it.
+
+    Args:
+        logits: float32, bfloat16, float16 (float64 on CPU) [T, V]; any stride(0), stride(-1) = 1.
+        labels: integer [T], each in [0, V) or equal to ignore_index.
+        temperature: > 0 and finite; a number, or a tensor [T] (or of one element) that receives no gradient.
+        loss_mask: bool (or number, nonzero = live) [T]; None: every row is live.
+        ignore_index: label of rows that count as masked.
+        inplace_backward: the gradient overwrites the logits, whose version counter is bumped; a second backward
+            through them raises.
+        group: must be None; vocab-parallel logits are not supported yet.
+
+    Returns:
+        LogprobOutput(logprobs, entropy, lse), each [T], float32 whatever the dtype of the logits (float64 for float64).
+
+    Masked rows are not read: their outputs and gradients are 0, even where their logits hold NaN or inf. A logit of
+    -inf contributes nothing; a row of them gives logprob and lse -inf, entropy 0, gradient 0. A NaN or +inf logit
+    makes its own row NaN. A row whose incoming gradients are all 0 gets an exactly zero gradient. T = 0 gives empty
+    tensors. Results are bitwise the same from run to run, and on CPU for any number of threads.
+
+    Raises:
+        ValueError: wrong shape, stride or device, temperature not > 0, a label out of range (on CUDA: see
+            raise_on_bad_labels).
+        TypeError: wrong dtype.
+        NotImplementedError: group given.
+
+    Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867, algorithm 3.
+    """
+    if group is not None:
+        raise NotImplementedError(
+            f"logprob_from_logits: expected group = None (vocab-parallel logits are not supported), got {group!r}"
+        )
+    temperatures, scalar = _split_temperature(temperature, logits)
+    outputs = call(
+        torch.ops.areal_core.logprob_forward.default,
+        logits,
+        _labels(labels),
+        temperatures,
+        scalar,
+        None if loss_mask is None else loss_mask.to(torch.bool).contiguous(),
+        ignore_index,
+        inplace_backward,
+    )
+    return LogprobOutput(*outputs[:3])
+
+
+def _labels(labels: Tensor) -> Tensor:
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(f"logprob_from_logits: expected labels of an integer dtype, got {labels.dtype}")
+    return labels.to(torch.int64).contiguous()
+
+
+def _split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[Tensor | None, float]:
+    """Give the op's (temperatures, temperature): one per row, or a number."""
+    if not isinstance(temperature, Tensor):
+        return None, float(temperature)
+    if temperature.requires_grad:
+        raise ValueError("logprob_from_logits: expected temperature without requires_grad (it gets no gradient)")
+    values = temperature.to(device=logits.device, dtype=_row_dtype(logits))
+    if values.numel() == 1:
+        values = values.reshape(1).expand(logits.shape[0])
+    return values.contiguous(), 1.0
+
+
+def _row_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _fake_forward(
+    logits: Tensor,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    loss_mask: Tensor | None,
+    ignore_index: int,
+    inplace_backward: bool,
+) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(logits.shape[0], dtype=_row_dtype(logits)) for _ in range(5))
+
+
+def _fake_backward(
+    grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *saved: Any
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _fake_backward_inplace(*args: Any) -> None:
+    return None
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, temperatures, temperature, loss_mask, ignore_index, inplace_backward = inputs
+    logprobs, entropy, _lse, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(logits, labels, temperatures, loss_mask, logprobs, entropy, row_max, log_sum)
+    ctx.options = (temperature, ignore_index, inplace_backward)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    logits, labels, temperatures, loss_mask, *statistics = ctx.saved_tensors
+    temperature, ignore_index, inplace_backward = ctx.options
+    upstream = [None if grad is None else grad.contiguous() for grad in grads[:3]]
+    args = (*upstream, logits, labels, temperatures, temperature, loss_mask, ignore_index, *statistics)
+    none = (None,) * 6
+    if not inplace_backward:
+        return torch.ops.areal_core.logprob_backward.default(*args), *none
+    torch.ops.areal_core.logprob_backward_.default(*args)
+    torch.autograd.graph.increment_version(logits)
+    return logits.detach(), *none
+
+
+torch.library.register_fake("areal_core::logprob_forward", _fake_forward)
+torch.library.register_fake("areal_core::logprob_backward", _fake_backward)
+torch.library.register_fake("areal_core::logprob_backward_", _fake_backward_inplace)
+torch.library.register_autograd("areal_core::logprob_forward", _backward, setup_context=_setup_context)
