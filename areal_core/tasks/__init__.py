@@ -1,0 +1,26 @@
+"""Sources of prompts and verifiers of responses, used by training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from areal_core.tasks.base import Problem, Task
+from areal_core.tasks.chain import ChainArithmetic
+from areal_core.tasks.jsonl import JsonlTask
+
+__all__ = ["ChainArithmetic", "JsonlTask", "Problem", "Task", "get_task"]
+
+
+def get_task(name: str, **options: Any) -> Task:
+    """Build the task of that name: "chain_arithmetic" (`ChainArithmetic`) or "jsonl" (`JsonlTask`), with its options.
+
+    Raises: ValueError for a name or an option that does not exist.
+    """
+    tasks: dict[str, Callable[..., Task]] = {"chain_arithmetic": ChainArithmetic, "jsonl": JsonlTask}
+    if name not in tasks:
+        raise ValueError(f"get_task: expected a task among {', '.join(tasks)}, got {name!r}")
+    try:
+        return tasks[name](**options)
+    except TypeError as error:
+        raise ValueError(f"get_task: {name}: {error}") from error
