@@ -34,5 +34,5 @@ inline int multiprocessor_count() {
   } while (false)
 #else
 #define AREAL_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  ((void)(stream), ::cuda_shim::launch(#kernel, (grid), (block), (shared_bytes), [=] { (kernel)(__VA_ARGS__); }))
+  ((void)(stream), ::cuda_shim::launch(#kernel, (kernel), (grid), (block), (shared_bytes)__VA_OPT__(, ) __VA_ARGS__))
 #endif
