@@ -3,9 +3,19 @@
 import torch  # noqa: F401  (loads libtorch, which the native module links to)
 
 from areal_core import _C as _C
+from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
+from areal_core.ops.packing import PackedBatch, pack, select_sequences, unpack
 
 __all__ = [
     "LogprobOutput",
+    "PackedBatch",
     "logprob_from_logits",
+    "next_token_labels",
+    "pack",
+    "position_ids",
+    "select_sequences",
+    "to_prediction_aligned",
+    "to_token_aligned",
+    "unpack",
 ]

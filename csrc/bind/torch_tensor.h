@@ -11,6 +11,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/check.h"
@@ -74,8 +75,7 @@ const T* vector_data(const std::optional<Tensor>& tensor, int64_t size, const Te
 }
 
 // A new contiguous tensor on the device of `like`. (Straight to the C shim: new_empty costs a boxed dispatch.)
-inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType type, const Tensor& like) {
-  const std::vector<int64_t> sizes(shape);
+inline Tensor empty(std::span<const int64_t> sizes, ScalarType type, const Tensor& like) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * (sizes[i] > 1 ? sizes[i] : 1);
   int32_t device = 0;
@@ -85,6 +85,10 @@ inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType type, const
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                                   dtype, device, like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType type, const Tensor& like) {
+  return empty(std::span(shape.begin(), shape.size()), type, like);
 }
 
 // torch's current stream on a CUDA device. Looked up at run time: only libtorch_cuda, which a CPU-only torch does

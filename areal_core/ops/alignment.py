@@ -1,0 +1,126 @@
+"""Shifts inside packed sequences, between logits rows and the tokens they predict.
+
+Per-token values are token-aligned (entry t belongs to token t); logits are prediction-aligned (row t predicts token
+t+1). The functions here convert between the two and never let a value cross into another sequence.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_core.ops._dispatch import call
+
+_ops = torch.ops.areal_core
+
+
+def next_token_labels(input_ids: Tensor, cu_seqlens: Tensor, ignore_index: int = -100) -> Tensor:
+    """Label each prediction-aligned row: the next token of the same sequence.
+
+    Args:
+        input_ids: int [T].
+        cu_seqlens: int32 or int64 [S+1].
+        ignore_index: int, the label of the last token of each sequence.
+
+    Returns:
+        int64 [T] labels: row t of the logits predicts labels[t].
+
+    On an accelerator the values of `cu_seqlens` are trusted; nothing synchronises. Bit-exact.
+
+    Raises:
+        ValueError: shapes or `cu_seqlens` that do not fit T.
+    """
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise TypeError(f"next_token_labels: expected an integer input_ids, got {input_ids.dtype}")
+    return _shift(input_ids.to(torch.int64), cu_seqlens, -1, ignore_index)
+
+
+def to_token_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor:
+    """Move per-row values of the logits to the token they are about: x at t-1 goes to t inside each sequence.
+
+    Args:
+        x: any dtype [T, ...], prediction-aligned (logprobs, entropy of logits row t).
+        cu_seqlens: int32 or int64 [S+1].
+        fill: float, the value at the first token of each sequence, which no row predicts.
+
+    Returns:
+        [T, ...] of the dtype of x, token-aligned. Differentiable: the last row of each sequence gets gradient 0.
+
+    On an accelerator the values of `cu_seqlens` are trusted; nothing synchronises. Bit-exact.
+
+    Raises:
+        ValueError: shapes or `cu_seqlens` that do not fit T, a fill that the dtype can't hold.
+    """
+    return _shift(x, cu_seqlens, 1, fill)
+
+
+def to_prediction_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor:
+    """Move token-aligned values to the logits row that predicts the token: x at t+1 goes to t inside each sequence.
+
+    The counterpart of `to_token_aligned`, for what goes into the LM head: a loss mask, a temperature per token.
+
+    Args:
+        x: any dtype [T, ...], token-aligned.
+        cu_seqlens: int32 or int64 [S+1].
+        fill: float, the value at the last row of each sequence, which predicts nothing.
+
+    Returns:
+        [T, ...] of the dtype of x, prediction-aligned. Differentiable: the first token of each sequence gets
+        gradient 0.
+
+    Raises:
+        ValueError: shapes or `cu_seqlens` that do not fit T, a fill that the dtype can't hold.
+    """
+    return _shift(x, cu_seqlens, -1, fill)
+
+
+def position_ids(cu_seqlens: Tensor, *, total_tokens: int | None = None) -> Tensor:
+    """Number the tokens of each sequence from 0.
+
+    Args:
+        cu_seqlens: int32 or int64 [S+1].
+        total_tokens: int, T. Left out, it is read from `cu_seqlens`: on an accelerator a synchronising read.
+
+    Returns:
+        int64 [T] on the device of `cu_seqlens`.
+
+    Raises:
+        ValueError: `cu_seqlens` that is not a running sum of lengths, or does not end at `total_tokens`.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"position_ids: expected cu_seqlens [S+1], got {list(cu_seqlens.shape)}")
+    tokens = int(cu_seqlens[-1]) if total_tokens is None else total_tokens
+    out: Tensor = call(_ops.position_ids, cu_seqlens.to(torch.int64), tokens)
+    return out
+
+
+def _shift(x: Tensor, cu_seqlens: Tensor, shift: int, fill: float) -> Tensor:
+    out: Tensor = call(_ops.shift_tokens, x.contiguous(), cu_seqlens.to(torch.int64), shift, float(fill))
+    return out
+
+
+# --- fake kernels and gradients ---------------------------------------------------------------------------------------
+
+
+def _fake_shift_tokens(x: Tensor, cu_seqlens: Tensor, shift: int, fill: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    return cu_seqlens.new_empty(total_tokens)
+
+
+def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cu_seqlens, shift, _ = inputs
+    ctx.save_for_backward(cu_seqlens)
+    ctx.shift = shift
+
+
+def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (cu_seqlens,) = ctx.saved_tensors
+    return _ops.shift_tokens(grad.contiguous(), cu_seqlens, -ctx.shift, 0.0), None, None, None
+
+
+torch.library.register_fake("areal_core::shift_tokens", _fake_shift_tokens)
+torch.library.register_fake("areal_core::position_ids", _fake_position_ids)
+torch.library.register_autograd("areal_core::shift_tokens", _shift_backward, setup_context=_shift_setup)

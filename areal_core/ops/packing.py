@@ -1,0 +1,353 @@
+"""Packed sequences: padded [S, L] to packed [T] and back, and choosing among packed sequences.
+
+A packed batch lays S sequences end to end; `cu_seqlens` [S+1] starts at 0 and holds the running sum of their lengths,
+so sequence s is the tokens [cu_seqlens[s], cu_seqlens[s+1]). Empty sequences are legal everywhere.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from areal_core.ops._dispatch import call
+
+Fill = float | Mapping[str, float]
+_ops = torch.ops.areal_core
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Packed sequences: per-token tensors of `data` are [T, ...], those named in `per_sequence` are [S, ...].
+
+    With an alignment (`multiple_of` above 1) one dummy segment, possibly empty, follows the S sequences: `cu_seqlens`
+    then has S+2 entries and T counts its tokens too. It has no row in per-sequence tensors.
+    """
+
+    data: dict[str, Tensor]
+    cu_seqlens: Tensor  # int64 [segments + 1], on the device of the data
+    lengths: Tensor  # int64 [S], tokens, on the host, without the dummy
+    max_seqlen: int  # tokens of the longest segment, the dummy included
+    total_tokens: int  # T, the number of rows of every per-token tensor, the dummy included
+    padded_length: int  # tokens, the L that `unpack` restores unless told otherwise
+    per_sequence: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def num_sequences(self) -> int:
+        """S, without the dummy segment."""
+        return self.lengths.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the S sequences, without the dummy segment."""
+        return int(self.lengths.sum())
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return the tensor of a key."""
+        return self.data[key]
+
+
+def pack(
+    batch: Mapping[str, Tensor],
+    attention_mask: Tensor | Sequence[int] | None = None,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    padding: Literal["right", "left"] = "right",
+    multiple_of: int = 1,
+    fill: Fill = 0.0,
+    per_sequence: Collection[str] = (),
+) -> PackedBatch:
+    """Pack every padded tensor of a batch in one pass.
+
+    Args:
+        batch: tensors of any dtype. [S, L, ...] is per-token and becomes [T, ...]; any other [S, ...] is per-sequence
+            and passes through.
+        attention_mask: bool or number [S, L], non-zero on tokens; left or right padding is read off each row. A 1-D
+            tensor or a list of ints is taken as `lengths`.
+        lengths: int [S], tokens of each sequence, instead of a mask; `padding` then says where they lie, and all
+            tensors of two or more dimensions count as per-token unless named in `per_sequence`.
+        padding: side of the padding, used with `lengths` only.
+        multiple_of: int >= 1, tokens; above 1 a dummy segment rounds T up to a multiple of it, its rows hold `fill`
+            (0 by default, so a loss mask leaves it out).
+        fill: float, or one per key (missing keys: 0).
+        per_sequence: names of per-sequence tensors that the shape rule would take for per-token ones.
+
+    Returns:
+        PackedBatch on the device of the batch. Differentiable: the gradient of a padded position is 0.
+
+    What padded positions hold is never read. T and the longest length must be known to size the result: with a mask
+    or lengths on an accelerator that is one synchronising read; with lengths on the host there is none. Bit-exact.
+
+    Raises:
+        ValueError: a mask row with a hole, a shape that does not fit (naming the key), a length out of range.
+    """
+    mask, lengths = _split_layout(attention_mask, lengths)
+    unknown = set(per_sequence) - set(batch)
+    if unknown:
+        raise ValueError(f"pack: expected per_sequence among {sorted(batch)}, got {sorted(unknown)}")
+    if mask is not None:
+        width = mask.shape[1]
+        starts, counts = _mask_extents(mask)
+    else:
+        counts = torch.as_tensor(lengths, device="cpu").to(torch.int64)
+        width = _common_width(batch, counts, per_sequence)
+        _check_lengths(counts, width)
+        _check_choice("pack", "padding", padding, ("right", "left"))
+        starts = torch.zeros_like(counts) if padding == "right" else width - counts
+    device = next((v.device for v in batch.values()), torch.device("cpu") if mask is None else mask.device)
+    sequences = counts.numel()
+    per_token = _per_token_keys(batch, sequences, width, per_sequence)
+    return _assemble(
+        "pack",
+        {k: v.reshape(sequences * width, *v.shape[2:]) if k in per_token else v for k, v in batch.items()},
+        frozenset(batch) - per_token,
+        device,
+        source_begin=starts + width * torch.arange(sequences),
+        lengths=counts,
+        multiple_of=multiple_of,
+        fill=fill,
+        padded_length=width,
+    )
+
+
+def select_sequences(
+    packed: PackedBatch, indices: Sequence[int], *, multiple_of: int = 1, fill: Fill = 0.0
+) -> PackedBatch:
+    """Pack the given sequences of a packed batch, in the given order: a micro-batch, or a permutation.
+
+    Args:
+        packed: PackedBatch; the dummy segment, if any, is left behind.
+        indices: ints in [0, S), without repetition.
+        multiple_of: as in `pack`.
+        fill: as in `pack`.
+
+    Returns:
+        PackedBatch. Differentiable. Bit-exact, without synchronisation.
+
+    Raises:
+        ValueError: an index out of range or repeated.
+    """
+    sequences = packed.num_sequences
+    if not all(0 <= i < sequences for i in indices) or len(set(indices)) != len(indices):
+        raise ValueError(f"select_sequences: expected distinct indices in [0, {sequences}), got {list(indices)}")
+    chosen = torch.tensor(indices, dtype=torch.int64)
+    per_token = _check_packed("select_sequences", packed)
+    begins = packed.lengths.cumsum(0) - packed.lengths
+    return _assemble(
+        "select_sequences",
+        {k: v if k in per_token else v[chosen.to(v.device)] for k, v in packed.data.items()},
+        packed.per_sequence,
+        packed.cu_seqlens.device,
+        source_begin=begins[chosen],
+        lengths=packed.lengths[chosen],
+        multiple_of=multiple_of,
+        fill=fill,
+        padded_length=packed.padded_length,
+    )
+
+
+def unpack(
+    packed: PackedBatch,
+    padding: Literal["right", "left"] = "right",
+    fill: Fill = 0.0,
+    *,
+    length: int | None = None,
+) -> dict[str, Tensor]:
+    """Restore padded tensors: [T, ...] becomes [S, L, ...], per-sequence tensors pass through.
+
+    Args:
+        packed: PackedBatch. Keys may have been added to or removed from `data`; those not named in its `per_sequence`
+            must be [T, ...].
+        padding: side on which to pad.
+        fill: float, or one per key (missing keys: 0), the value of padded positions.
+        length: int, tokens, L of the result; default: `packed.padded_length`, so that unpacking restores the shape
+            that was packed. At least the longest sequence.
+
+    Returns:
+        dict of tensors. The dummy segment is dropped. Differentiable. Bit-exact, without synchronisation.
+
+    Raises:
+        ValueError: a per-token tensor without T rows (naming the key), a `length` below the longest sequence.
+    """
+    _check_choice("unpack", "padding", padding, ("right", "left"))
+    width = packed.padded_length if length is None else length
+    longest = int(packed.lengths.max()) if packed.num_sequences else 0
+    if width < longest:
+        raise ValueError(f"unpack: expected length >= {longest} (the longest sequence), got {width}")
+    per_token = _check_packed("unpack", packed)
+    rows = packed.num_sequences * width
+    source_begin = packed.lengths.cumsum(0) - packed.lengths
+    target_begin = width * torch.arange(packed.num_sequences)
+    if padding == "left":
+        target_begin = target_begin + width - packed.lengths
+    fills = _fills("unpack", per_token, fill)
+    index = (source_begin, target_begin, target_begin + packed.lengths)
+    padded = _copy_segments(per_token, index, rows, fills)
+    shape = (packed.num_sequences, width)
+    return {k: padded[k].reshape(*shape, *v.shape[1:]) if k in padded else v for k, v in packed.data.items()}
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def _split_layout(
+    attention_mask: Tensor | Sequence[int] | None, lengths: Tensor | Sequence[int] | None
+) -> tuple[Tensor | None, Tensor | Sequence[int] | None]:
+    if (attention_mask is None) == (lengths is None):
+        raise ValueError("pack: expected attention_mask or lengths, got " + ("both" if lengths is not None else "none"))
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() != 1):
+        attention_mask, lengths = None, attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"pack: expected attention_mask [S, L], got {list(attention_mask.shape)}")
+    return attention_mask, lengths
+
+
+def _mask_extents(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each row's tokens start and how many they are, on the host."""
+    extents = call(_ops.mask_extents, (mask if mask.dtype == torch.bool else mask != 0).contiguous())
+    starts, spans, counts = extents.cpu()  # the one read: sizes must be known
+    holes = torch.nonzero(spans != counts)
+    if holes.numel():
+        row = int(holes[0])
+        raise ValueError(
+            f"pack: expected an attention_mask without holes, got {int(counts[row])} tokens in a span of "
+            f"{int(spans[row])} in row {row}"
+        )
+    return starts, counts
+
+
+def _common_width(batch: Mapping[str, Tensor], lengths: Tensor, per_sequence: Collection[str]) -> int:
+    widths = {k: v.shape[1] for k, v in batch.items() if v.dim() >= 2 and k not in per_sequence}
+    if len(set(widths.values())) > 1:
+        raise ValueError(
+            f"pack: expected per-token tensors of one padded length, got {widths} (name per-sequence tensors in "
+            "per_sequence)"
+        )
+    if widths:
+        return next(iter(widths.values()))
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _check_lengths(lengths: Tensor, width: int) -> None:
+    if lengths.dim() != 1:
+        raise ValueError(f"pack: expected lengths [S], got {list(lengths.shape)}")
+    bad = torch.nonzero((lengths < 0) | (lengths > width))
+    if bad.numel():
+        row = int(bad[0])
+        raise ValueError(f"pack: expected lengths in [0, {width}], got lengths[{row}] = {int(lengths[row])}")
+
+
+def _per_token_keys(
+    batch: Mapping[str, Tensor], sequences: int, width: int, per_sequence: Collection[str]
+) -> frozenset[str]:
+    for key, value in batch.items():
+        if value.dim() < 1 or value.shape[0] != sequences:
+            raise ValueError(
+                f"pack: expected {key!r} as [{sequences}, ...] (one row per sequence), got {list(value.shape)}"
+            )
+    return frozenset(k for k, v in batch.items() if v.dim() >= 2 and v.shape[1] == width and k not in per_sequence)
+
+
+def _check_packed(op: str, packed: PackedBatch) -> dict[str, Tensor]:
+    """Return the per-token tensors of a packed batch, checked."""
+    for key, value in packed.data.items():
+        kind, rows = ("S", packed.num_sequences) if key in packed.per_sequence else ("T", packed.total_tokens)
+        if value.dim() < 1 or value.shape[0] != rows:
+            raise ValueError(f"{op}: expected {key!r} as [{kind} = {rows}, ...], got {list(value.shape)}")
+    return {k: v for k, v in packed.data.items() if k not in packed.per_sequence}
+
+
+def _check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: expected {name} in {choices}, got {value!r}")
+
+
+def _fills(op: str, keys: Collection[str], fill: Fill) -> list[float]:
+    if not isinstance(fill, Mapping):
+        return [float(fill)] * len(keys)
+    unknown = set(fill) - set(keys)
+    if unknown:
+        raise ValueError(f"{op}: expected fill for per-token keys {sorted(keys)}, got {sorted(unknown)}")
+    return [float(fill.get(k, 0.0)) for k in keys]
+
+
+def _assemble(
+    op: str,
+    tensors: dict[str, Tensor],
+    per_sequence: frozenset[str],
+    device: torch.device,
+    *,
+    source_begin: Tensor,
+    lengths: Tensor,
+    multiple_of: int,
+    fill: Fill,
+    padded_length: int,
+) -> PackedBatch:
+    """Lay segments of `lengths` rows end to end, the dummy segment last. Index tensors come on the host."""
+    if multiple_of < 1:
+        raise ValueError(f"{op}: expected multiple_of >= 1, got {multiple_of}")
+    sequences, tokens = lengths.numel(), int(lengths.sum())
+    total = -(-tokens // multiple_of) * multiple_of
+    cu_seqlens = torch.zeros(sequences + (2 if multiple_of > 1 else 1), dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=cu_seqlens[1 : sequences + 1])
+    cu_seqlens[sequences + 1 :] = total
+    index = (source_begin, cu_seqlens[:sequences], cu_seqlens[1 : sequences + 1])
+    per_token = {k: v for k, v in tensors.items() if k not in per_sequence}
+    copied = _copy_segments(per_token, index, total, _fills(op, per_token, fill))
+    return PackedBatch(
+        data={k: copied.get(k, v) for k, v in tensors.items()},
+        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+        lengths=lengths,
+        max_seqlen=max(int(lengths.max()) if sequences else 0, total - tokens),
+        total_tokens=total,
+        padded_length=padded_length,
+        per_sequence=per_sequence,
+    )
+
+
+def _copy_segments(
+    tensors: dict[str, Tensor], index: tuple[Tensor, Tensor, Tensor], target_rows: int, fills: list[float]
+) -> dict[str, Tensor]:
+    """Run the native copy on tensors of rows; `index` is (source_begin, target_begin, target_end) on the host."""
+    if not tensors:
+        return {}
+    rows = [v.contiguous() for v in tensors.values()]
+    source_begin, target_begin, target_end = torch.stack(index).to(rows[0].device, non_blocking=True)
+    copied = call(_ops.copy_segments, rows, source_begin, target_begin, target_end, target_rows, fills)
+    return dict(zip(tensors, copied, strict=True))
+
+
+# --- fake kernels and gradients ---------------------------------------------------------------------------------------
+
+
+def _fake_copy_segments(
+    tensors: list[Tensor], source_begin: Tensor, target_begin: Tensor, target_end: Tensor, rows: int, fills: list[float]
+) -> list[Tensor]:
+    return [x.new_empty((rows, *x.shape[1:])) for x in tensors]
+
+
+def _fake_mask_extents(mask: Tensor) -> Tensor:
+    return mask.new_empty((3, mask.shape[0]), dtype=torch.int64)
+
+
+def _copy_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, source_begin, target_begin, target_end, _, _ = inputs
+    ctx.save_for_backward(source_begin, target_begin, target_end)
+    ctx.source_rows = tensors[0].shape[0]
+
+
+def _copy_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    # The transposed copy. Targets must be ordered: by begin + end, which puts an empty segment before its neighbour.
+    source_begin, target_begin, target_end = ctx.saved_tensors
+    source_end = source_begin + (target_end - target_begin)
+    order = torch.argsort(source_begin + source_end)
+    index = (target_begin[order], source_begin[order], source_end[order])
+    present = [g.contiguous() for g in grads if g is not None]
+    copied = iter(_ops.copy_segments(present, *index, ctx.source_rows, [0.0] * len(present)) if present else [])
+    return [None if g is None else next(copied) for g in grads], None, None, None, None, None
+
+
+torch.library.register_fake("areal_core::copy_segments", _fake_copy_segments)
+torch.library.register_fake("areal_core::mask_extents", _fake_mask_extents)
+torch.library.register_autograd("areal_core::copy_segments", _copy_backward, setup_context=_copy_setup)
