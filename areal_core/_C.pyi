@@ -5,3 +5,14 @@ from typing import Any
 class Error(ValueError): ...
 
 def __getattr__(name: str) -> Any: ...
+def allocate_microbatches(
+    lengths: list[int], max_tokens: int, min_bins: int, multiple_of: int, method: str, oversized: str
+) -> list[list[int]]: ...
+def partition_balanced(
+    lengths: list[int],
+    bins: int,
+    linear_cost: float,
+    quadratic_cost: float,
+    equal_size: bool,
+    max_tokens: int | None,
+) -> list[list[int]]: ...

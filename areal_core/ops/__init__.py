@@ -4,15 +4,18 @@ import torch  # noqa: F401  (loads libtorch, which the native module links to)
 
 from areal_core import _C as _C
 from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
+from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
 from areal_core.ops.packing import PackedBatch, pack, select_sequences, unpack
 
 __all__ = [
     "LogprobOutput",
     "PackedBatch",
+    "allocate_microbatches",
     "logprob_from_logits",
     "next_token_labels",
     "pack",
+    "partition_balanced",
     "position_ids",
     "select_sequences",
     "to_prediction_aligned",

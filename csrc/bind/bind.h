@@ -3,4 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
-namespace areal::bind {}  // namespace areal::bind
+namespace areal::bind {
+
+void register_packing(pybind11::module_& m);
+
+}  // namespace areal::bind

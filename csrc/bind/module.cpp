@@ -45,4 +45,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("active_isa", [] { return areal::isa_name(areal::active_isa()); });
   m.def("set_active_isa", [](const std::string& name) { areal::set_active_isa(parse_isa(name)); });
   m.def("num_threads", &areal::num_threads);
+
+  areal::bind::register_packing(m);
 }

@@ -1,0 +1,54 @@
+#include <pybind11/stl.h>
+
+#include "base/check.h"
+#include "bind/bind.h"
+#include "ops/packing/allocation.h"
+
+namespace py = pybind11;
+
+namespace areal::bind {
+namespace {
+
+PackMethod parse_method(const std::string& name) {
+  if (name == "ffd") return PackMethod::kFfd;
+  if (name == "mffd") return PackMethod::kMffd;
+  if (name == "kk") return PackMethod::kKk;
+  throw Error(
+      format_message("allocate_microbatches: expected method in {\"ffd\", \"mffd\", \"kk\"}, got \"", name, "\""));
+}
+
+bool parse_oversized(const std::string& name) {
+  AREAL_CHECK(name == "error" || name == "alone",
+              "allocate_microbatches: expected oversized in {\"error\", "
+              "\"alone\"}, got \"",
+              name, "\"");
+  return name == "alone";
+}
+
+}  // namespace
+
+void register_packing(py::module_& m) {
+  m.def(
+      "allocate_microbatches",
+      [](const std::vector<int64_t>& lengths, int64_t max_tokens, int64_t min_bins, int64_t multiple_of,
+         const std::string& method, const std::string& oversized) {
+        const AllocateOptions options{max_tokens, min_bins, multiple_of, parse_method(method),
+                                      parse_oversized(oversized)};
+        const py::gil_scoped_release unlocked;
+        return allocate_microbatches(lengths, options);
+      },
+      py::arg("lengths"), py::arg("max_tokens"), py::arg("min_bins"), py::arg("multiple_of"), py::arg("method"),
+      py::arg("oversized"));
+  m.def(
+      "partition_balanced",
+      [](const std::vector<int64_t>& lengths, int64_t bins, double linear_cost, double quadratic_cost, bool equal_size,
+         std::optional<int64_t> max_tokens) {
+        const PartitionOptions options{bins, linear_cost, quadratic_cost, equal_size, max_tokens};
+        const py::gil_scoped_release unlocked;
+        return partition_balanced(lengths, options);
+      },
+      py::arg("lengths"), py::arg("bins"), py::arg("linear_cost"), py::arg("quadratic_cost"), py::arg("equal_size"),
+      py::arg("max_tokens"));
+}
+
+}  // namespace areal::bind
