@@ -146,9 +146,12 @@ AREAL_INLINE float reduce_max(VecF v) {
   return lane[0];
 }
 
-// e^x for x <= 88: 0 below -87.33 (no denormals), NaN stays NaN; within 2 ulp of the true value (tested exhaustively
-// over a sample of every binade). Cody-Waite reduction and a degree-6 polynomial.
-AREAL_INLINE VecF exp(VecF x) {
+// e^x = scale (1 + r + r^2 p) with scale = 2^n and |r| <= ln(2)/2, for |x| <= 87; for callers that also want e^x - 1 or
+// e^x - 1 - x without cancellation. Cody-Waite reduction and a degree-6 polynomial.
+struct ExpParts {
+  VecF r, p, scale;
+};
+AREAL_INLINE ExpParts exp_parts(VecF x) {
   const VecF magic = splat(0x1.8p23f);
   const VecF biased = fma(x, splat(0x1.715476p0f), magic);
   const VecF n = biased - magic;
@@ -159,8 +162,15 @@ AREAL_INLINE VecF exp(VecF x) {
   p = fma(p, r, splat(0x1.555b98p-5f));
   p = fma(p, r, splat(0x1.55548ep-3f));
   p = fma(p, r, splat(0x1.fffff8p-2f));
-  const VecF y = fma(fma(p, r, splat(1.0f)), r, splat(1.0f));
-  const VecI scaled = (VecI)y + ((VecI)biased << 23);
+  return {r, p, (VecF)(((VecI)biased << 23) + (VecI)splat(1.0f))};
+}
+
+// e^x for x <= 88: 0 below -87.33 (no denormals), NaN stays NaN; within 2 ulp of the true value (tested exhaustively
+// over a sample of every binade).
+AREAL_INLINE VecF exp(VecF x) {
+  const ExpParts e = exp_parts(x);
+  const VecF y = fma(fma(e.p, e.r, splat(1.0f)), e.r, splat(1.0f));
+  const VecI scaled = (VecI)y + ((VecI)e.scale - (VecI)splat(1.0f));
   const VecF value = select(x < -87.33f, splat(0.0f), (VecF)scaled);
   return select(x == x, value, x);
 }
