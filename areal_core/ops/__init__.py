@@ -6,10 +6,15 @@ from areal_core import _C as _C
 from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
+from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOLossSummary, ppo_loss
 from areal_core.ops.packing import PackedBatch, pack, select_sequences, unpack
 
 __all__ = [
     "LogprobOutput",
+    "PPOLossConfig",
+    "PPOLossOutput",
+    "PPOLossStats",
+    "PPOLossSummary",
     "PackedBatch",
     "allocate_microbatches",
     "logprob_from_logits",
@@ -17,6 +22,7 @@ __all__ = [
     "pack",
     "partition_balanced",
     "position_ids",
+    "ppo_loss",
     "select_sequences",
     "to_prediction_aligned",
     "to_token_aligned",
