@@ -3,6 +3,7 @@
 import torch  # noqa: F401  (loads libtorch, which the native module links to)
 
 from areal_core import _C as _C
+from areal_core.ops.advantages import GAEOutput, compute_advantages, gae
 from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
@@ -10,6 +11,7 @@ from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOL
 from areal_core.ops.packing import PackedBatch, pack, select_sequences, unpack
 
 __all__ = [
+    "GAEOutput",
     "LogprobOutput",
     "PPOLossConfig",
     "PPOLossOutput",
@@ -17,6 +19,8 @@ __all__ = [
     "PPOLossSummary",
     "PackedBatch",
     "allocate_microbatches",
+    "compute_advantages",
+    "gae",
     "logprob_from_logits",
     "next_token_labels",
     "pack",
