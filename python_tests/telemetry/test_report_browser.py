@@ -1,0 +1,95 @@
+"""Opens reports in a headless Chromium, when there is one: the scripts run through, draw, and log no error."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from synthetic_run import SyntheticRun, write_synthetic_run
+
+from areal_core.telemetry import MetricsLog, write_report
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--v=0",
+    "--virtual-time-budget=3000",
+]
+
+
+def open_page(path, profile, width=1280):
+    """The page after its scripts ran, and what they wrote to the console."""
+    flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},2000", "--dump-dom"]
+    result = subprocess.run([BROWSER, *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_a_finished_run(tmp_path, width):
+    write_synthetic_run(tmp_path / "run", 60)
+    dom, console = open_page(write_report(tmp_path / "run"), tmp_path / "profile", width)
+    assert console == []
+    assert 'data-ready="true"' in dom
+    assert dom.count("<figure") == 19
+    curves = re.findall(r'class="curve" d="([^"]*)"', dom)
+    assert len(curves) > 20
+    assert all(curve.startswith("M") for curve in curves)
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
+    assert dom.count("<canvas") == 2
+    assert dom.count('class="share-bar"') == 2
+    assert 'class="token' in dom
+
+
+def write_nothing(run_dir):
+    run_dir.mkdir()
+
+
+def write_one_step(run_dir):
+    write_synthetic_run(run_dir, 1)
+
+
+def write_only_odd_metrics(run_dir):
+    with MetricsLog(run_dir, tensorboard=False) as log:
+        log.log({"step": 0, "loss/loss": float("nan"), "custom/score": -3.0, "loss/behavior_weight_max": 0.0})
+        log.log({"step": 7, "custom/score": -3.0, "loss/behavior_weight_max": 1e9, "staleness/histogram": []})
+
+
+def write_no_trace(run_dir):
+    write_synthetic_run(run_dir, 12)
+    (run_dir / "trace.json").unlink()
+
+
+def write_resumed(run_dir):
+    run = SyntheticRun(run_dir, planned=60, eta=0, generators=20)
+    run.write(1, 20)
+    run.event("interrupted", 20, "Ctrl-C")
+    run.time.us += 30_000_000
+    run.write(11, 30, resume_step=10)
+
+
+@pytest.mark.parametrize(
+    "write", [write_nothing, write_one_step, write_only_odd_metrics, write_no_trace, write_resumed]
+)
+def test_partial_runs(tmp_path, write):
+    write(tmp_path / "run")
+    dom, console = open_page(write_report(tmp_path / "run"), tmp_path / "profile")
+    assert console == []
+    assert 'data-ready="true"' in dom
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
+
+
+def test_a_script_error_would_be_seen(tmp_path):
+    page = tmp_path / "broken.html"
+    page.write_text("<!doctype html><script>undefined_function();</script>")
+    _, console = open_page(page, tmp_path / "profile")
+    assert any("undefined_function" in line for line in console)
