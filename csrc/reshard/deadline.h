@@ -1,0 +1,43 @@
+// Until when to wait for other processes, and what to look after meanwhile.
+#pragma once
+
+#include <chrono>
+#include <functional>
+
+namespace areal::reshard {
+
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // How long a wait sleeps at most before it calls interrupt().
+  static constexpr std::chrono::milliseconds kSlice{20};
+
+  // seconds: may be infinite; 0 or less has passed already. interrupt: called at least every kSlice of a wait, and may
+  // throw to end it (Python: Ctrl-C).
+  explicit Deadline(double seconds, std::function<void()> interrupt = {})
+      : seconds_(seconds),
+        at_(seconds < kForever
+                ? Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))
+                : Clock::time_point::max()),
+        interrupt_(std::move(interrupt)) {}
+
+  double seconds() const { return seconds_; }
+  bool passed() const { return Clock::now() >= at_; }
+  void interrupt() const {
+    if (interrupt_) interrupt_();
+  }
+  // The time left, at most `slice`, at least zero.
+  Clock::duration left(Clock::duration slice = kSlice) const {
+    const Clock::time_point now = Clock::now();
+    return now >= at_ ? Clock::duration::zero() : std::min(at_ - now, slice);
+  }
+
+ private:
+  static constexpr double kForever = 1e9;  // 31 years
+
+  double seconds_;
+  Clock::time_point at_;
+  std::function<void()> interrupt_;
+};
+
+}  // namespace areal::reshard

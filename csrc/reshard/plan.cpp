@@ -1,0 +1,65 @@
+#include "reshard/plan.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "reshard/xxh3.h"
+
+namespace areal::reshard {
+namespace {
+
+constexpr int64_t kMaxChunks = int64_t{1} << 24;
+
+uint64_t digest_of(const Layout& source, const Layout& target, const Plan& plan) {
+  std::vector<int64_t> words = {static_cast<int64_t>(source.digest()), static_cast<int64_t>(target.digest())};
+  for (const Piece& p : plan.pieces) {
+    words.insert(words.end(), {p.tensor, p.source_offset_bytes, p.target_offset_bytes, p.bytes});
+  }
+  for (const Chunk& c : plan.chunks) {
+    words.insert(words.end(), {c.first_piece, c.piece_count, c.target_offset_bytes, c.span_bytes});
+  }
+  return xxh3_64(words.data(), words.size() * sizeof(int64_t));
+}
+
+// Puts the piece into the open chunk; opens one when there is none.
+void add_piece(Plan& plan, const Piece& piece, bool open_chunk) {
+  if (open_chunk) {
+    plan.chunks.push_back({static_cast<int64_t>(plan.pieces.size()), 0, piece.target_offset_bytes, 0});
+  }
+  Chunk& chunk = plan.chunks.back();
+  chunk.piece_count += 1;
+  chunk.span_bytes = piece.target_offset_bytes + piece.bytes - chunk.target_offset_bytes;
+  plan.pieces.push_back(piece);
+  plan.wire_bytes += piece.bytes;
+}
+
+}  // namespace
+
+Plan make_plan(const Layout& source, const Layout& target, int64_t chunk_bytes) {
+  AREAL_CHECK(chunk_bytes > 0 && chunk_bytes <= kMaxChunkBytes && chunk_bytes % Layout::kAlignmentBytes == 0,
+              "make_plan: expected chunk_bytes = a multiple of ", Layout::kAlignmentBytes, " up to ", kMaxChunkBytes,
+              ", got ", chunk_bytes);
+  AREAL_CHECK(target.arena_bytes() / chunk_bytes <= kMaxChunks, "make_plan: expected at most ", kMaxChunks,
+              " chunks, got ", target.arena_bytes(), " bytes in chunks of ", chunk_bytes);
+  const std::string difference = describe_difference(source, target);
+  AREAL_CHECK(difference.empty(), "make_plan: ", difference);
+
+  Plan plan;
+  for (int64_t tensor = 0; tensor < target.count(); ++tensor) {
+    const int64_t base = target.offset_bytes(tensor);
+    const int64_t bytes = target.tensors()[static_cast<size_t>(tensor)].bytes();
+    for (int64_t done = 0; done < bytes;) {
+      const int64_t at = base + done;
+      const int64_t used = plan.chunks.empty() ? chunk_bytes : at - plan.chunks.back().target_offset_bytes;
+      const bool full = used >= chunk_bytes;
+      const int64_t length = std::min(bytes - done, full ? chunk_bytes : chunk_bytes - used);
+      add_piece(plan, {tensor, done, at, length}, full);
+      done += length;
+    }
+  }
+  plan.lower_bound.wire_bytes = target.payload_bytes();
+  plan.digest = digest_of(source, target, plan);
+  return plan;
+}
+
+}  // namespace areal::reshard

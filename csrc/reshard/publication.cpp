@@ -1,0 +1,179 @@
+#include "reshard/publication.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/threads.h"
+#include "reshard/errors.h"
+#include "reshard/version_store.h"
+#include "reshard/waiting.h"
+#include "reshard/xxh3.h"
+
+namespace areal::reshard {
+namespace {
+
+constexpr uint64_t kBusy = 1;
+// Below this an arena fits the caches of the readers that will want it next; above it non-temporal stores win.
+constexpr int64_t kNonTemporalFromBytes = int64_t{4} << 20;
+
+DeadlineError seat_taken(const ControlLine& control, uint64_t writer, const Deadline& deadline) {
+  const double idle_s = 1e-9 * static_cast<double>(monotonic_ns() - control.heartbeat.load(std::memory_order_relaxed));
+  return DeadlineError(format_message("VersionStore.publish: expected the writer's seat within ", deadline.seconds(),
+                                      " s, got it held by ", describe_process(writer), ", whose last progress was ",
+                                      idle_s, " s ago"));
+}
+
+void take_seat(ControlLine& control, ProcessIdentity self, const Deadline& deadline) {
+  uint64_t writer = control.writer.load();
+  for (Backoff backoff(deadline);;) {
+    if ((writer & kBusy) == 0 || is_dead(writer)) {
+      if (control.writer.compare_exchange_weak(writer, self | kBusy)) return;
+      continue;
+    }
+    if (deadline.passed()) throw seat_taken(control, writer, deadline);
+    backoff.sleep();
+    writer = control.writer.load();
+  }
+}
+
+void wait_until_unpinned(StoreMemory& memory, int arena, ProcessIdentity self, const Deadline& deadline) {
+  const std::atomic<uint64_t>& readers = memory.control().readers[arena];
+  for (Backoff backoff(deadline); readers.load() != 0;) {
+    reclaim_dead_pins(memory, arena, self);
+    if (readers.load() == 0) return;
+    if (deadline.passed()) {
+      throw DeadlineError(format_message("VersionStore.publish: expected the pins on version ",
+                                         memory.record(arena).version.load(), " released within ", deadline.seconds(),
+                                         " s, got it pinned by ", describe_pins(memory, arena)));
+    }
+    backoff.sleep();
+  }
+}
+
+// The checksum of one piece where it lies in the arena.
+uint64_t checksum_in_place(const StoreMemory& memory, int arena, const Piece& piece) {
+  return xxh3_64(memory.arena(arena) + piece.target_offset_bytes, static_cast<size_t>(piece.bytes));
+}
+
+uint64_t content_digest(const StoreMemory& memory, int arena) {
+  const std::span<const uint64_t> checksums = memory.checksums(arena);
+  return xxh3_64(checksums.data(), checksums.size_bytes());
+}
+
+}  // namespace
+
+Publication::Publication(std::shared_ptr<StoreMemory> memory, int64_t version, ProcessIdentity owner)
+    : memory_(std::move(memory)),
+      version_(version),
+      owner_(owner),
+      epoch_(memory_->control().epoch.load() + 1),
+      written_(memory_->plan().pieces.size(), 0) {}
+
+Publication Publication::begin(std::shared_ptr<StoreMemory> memory, int64_t version, VersionOrder order,
+                               const Deadline& deadline) {
+  AREAL_CHECK(version >= 0, "VersionStore.publish: expected version >= 0, got ", version);
+  const ProcessIdentity self = self_identity();
+  ControlLine& control = memory->control();
+  take_seat(control, self, deadline);
+  Publication publication(std::move(memory), version, self);  // from here on it leaves the seat when we throw
+  control.heartbeat.store(monotonic_ns(), std::memory_order_relaxed);
+  StoreMemory& shared = *publication.memory_;
+  if (publication.epoch_ > 1 && order == VersionOrder::kIncreasing) {
+    const int64_t active = shared.record(1 - publication.arena_index()).version.load();
+    AREAL_CHECK(version > active, "VersionStore.publish: expected version > ", active,
+                " (the current one; allow_rollback=True lifts this), got ", version);
+  }
+  wait_until_unpinned(shared, publication.arena_index(), self, deadline);
+  shared.prefault_writable();
+  return publication;
+}
+
+void Publication::write(std::span<const std::byte* const> sources, ChunkRange chunks) {
+  AREAL_CHECK(seated_, "Publication.write: expected an open publication, got one committed or aborted");
+  const Plan& plan = memory_->plan();
+  AREAL_CHECK(static_cast<int64_t>(sources.size()) == memory_->layout().count(), "Publication.write: expected ",
+              memory_->layout().count(), " sources, got ", sources.size());
+  const bool large = memory_->layout().payload_bytes() >= kNonTemporalFromBytes;
+  ShmTransport transport(arena(), memory_->control().heartbeat);
+  send_chunks(plan, chunks, sources, transport, large ? Stores::kNonTemporal : Stores::kCached,
+              memory_->checksums(arena_index()));
+  for (int64_t c = chunks.begin; c < chunks.end; ++c) {
+    const Chunk& chunk = plan.chunks[static_cast<size_t>(c)];
+    for (int64_t p = chunk.first_piece; p < chunk.first_piece + chunk.piece_count; ++p) {
+      const auto index = static_cast<size_t>(p);
+      if (sources[static_cast<size_t>(plan.pieces[index].tensor)] != nullptr) written_[index] = 1;
+    }
+  }
+}
+
+void Publication::seal(int64_t tensor) {
+  AREAL_CHECK(seated_, "Publication.seal: expected an open publication, got one committed or aborted");
+  const auto& pieces = memory_->plan().pieces;
+  const auto first =
+      std::partition_point(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.tensor < tensor; });
+  for (auto piece = first; piece != pieces.end() && piece->tensor == tensor; ++piece) {
+    const auto index = static_cast<size_t>(piece - pieces.begin());
+    memory_->checksums(arena_index())[index] = checksum_in_place(*memory_, arena_index(), *piece);
+    written_[index] = 1;
+  }
+}
+
+void Publication::check_complete() const {
+  const auto missing = std::find(written_.begin(), written_.end(), 0);
+  if (missing == written_.end()) return;
+  const Piece& piece = memory_->plan().pieces[static_cast<size_t>(missing - written_.begin())];
+  throw Error(format_message(
+      "VersionStore.publish: tensor '", memory_->layout().tensors()[static_cast<size_t>(piece.tensor)].name,
+      "': expected all bytes written before commit, got none at offset ", piece.source_offset_bytes));
+}
+
+void Publication::commit(Verify verify) {
+  AREAL_CHECK(seated_, "Publication.commit: expected an open publication, got one committed or aborted");
+  check_complete();
+  if (verify == Verify::kReadBack) verify_arena(*memory_, arena_index(), version_);
+  ControlLine& control = memory_->control();
+  AREAL_CHECK(control.writer.load() == (owner_ | kBusy),
+              "VersionStore.publish: expected to hold the writer's seat, got ", describe_process(control.writer.load()),
+              " on it");
+  ArenaRecord& record = memory_->record(arena_index());
+  record.content_digest.store(content_digest(*memory_, arena_index()), std::memory_order_relaxed);
+  record.version.store(version_, std::memory_order_release);
+  control.epoch.store(epoch_);
+  wake_all(control.epoch);
+  leave_seat();
+}
+
+void Publication::abort() {
+  if (memory_ != nullptr && seated_) leave_seat();
+}
+
+void Publication::leave_seat() {
+  seated_ = false;
+  if (self_identity() != owner_) return;  // a forked child: the seat is the parent's
+  uint64_t mine = owner_ | kBusy;
+  memory_->control().writer.compare_exchange_strong(mine, owner_);
+}
+
+void verify_arena(const StoreMemory& memory, int arena, int64_t version) {
+  const std::vector<Piece>& pieces = memory.plan().pieces;
+  const std::span<const uint64_t> checksums = memory.checksums(arena);
+  std::atomic<int64_t> first_bad{INT64_MAX};
+  parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto index = static_cast<size_t>(i);
+      if (checksum_in_place(memory, arena, pieces[index]) == checksums[index]) continue;
+      int64_t bad = first_bad.load();
+      while (i < bad && !first_bad.compare_exchange_weak(bad, i)) {
+      }
+    }
+  });
+  const int64_t bad = first_bad.load();
+  if (bad == INT64_MAX) return;
+  const Piece& piece = pieces[static_cast<size_t>(bad)];
+  throw CorruptedError(
+      format_message("VersionStore: tensor '", memory.layout().tensors()[static_cast<size_t>(piece.tensor)].name,
+                     "' of version ", version, ": expected the bytes that were published, got others in [",
+                     piece.source_offset_bytes, ", ", piece.source_offset_bytes + piece.bytes, ")"));
+}
+
+}  // namespace areal::reshard

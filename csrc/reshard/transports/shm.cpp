@@ -1,0 +1,108 @@
+#include "reshard/transports/shm.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <utility>
+
+#include "base/check.h"
+
+namespace areal::reshard {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// For kernels without MADV_POPULATE_* (before 5.14).
+void touch_pages(std::byte* data, size_t bytes, Access access) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  for (size_t at = 0; at < bytes; at += page) {
+    // Adding zero is atomic, so it cannot undo a store of another process that maps the page already.
+    if (access == Access::kReadWrite) {
+      std::atomic_ref<uint8_t>(reinterpret_cast<uint8_t&>(data[at])).fetch_add(0, std::memory_order_relaxed);
+    } else {
+      static_cast<void>(*const_cast<const volatile std::byte*>(data + at));
+    }
+  }
+}
+
+}  // namespace
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(access_, other.access_);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+}
+
+void Mapping::prefault() const {
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // best effort: depends on shmem_enabled
+  int failed = -1;
+#if defined(MADV_POPULATE_READ)
+  failed = madvise(data_, bytes_, access_ == Access::kReadWrite ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+#endif
+  if (failed != 0) touch_pages(data_, bytes_, access_);
+}
+
+SharedMemory SharedMemory::create(const char* name, int64_t bytes) {
+  // The kernel would hand out pages until it has to kill somebody.
+  const int64_t machine_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  AREAL_CHECK(bytes <= machine_bytes, "SharedMemory: expected at most ", machine_bytes,
+              " bytes of shared memory (the machine has no more), got ", bytes);
+  const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  AREAL_CHECK(fd >= 0, "SharedMemory: expected a new memfd, got ", std::strerror(errno));
+  SharedMemory memory(fd, bytes);
+  AREAL_CHECK(ftruncate(fd, bytes) == 0, "SharedMemory: expected ", bytes, " bytes of shared memory, got ",
+              std::strerror(errno));
+  const Mapping whole = memory.map(0, bytes, Access::kReadWrite);
+  madvise(whole.data(), whole.size_bytes(), MADV_HUGEPAGE);
+  const int reserved = posix_fallocate(fd, 0, bytes);
+  AREAL_CHECK(reserved == 0, "SharedMemory: expected ", bytes, " bytes of shared memory, got ",
+              std::strerror(reserved));
+  AREAL_CHECK(fcntl(fd, F_ADD_SEALS, kSeals) == 0, "SharedMemory: expected a sealable memfd, got ",
+              std::strerror(errno));
+  return memory;
+}
+
+SharedMemory SharedMemory::attach(int fd) {
+  struct stat info;
+  AREAL_CHECK(fstat(fd, &info) == 0, "SharedMemory: expected an open descriptor, got fd ", fd, ": ",
+              std::strerror(errno));
+  const int seals = fcntl(fd, F_GET_SEALS);
+  AREAL_CHECK(seals >= 0 && (seals & kSeals) == kSeals, "SharedMemory: expected fd ", fd,
+              " = a memfd of sealed size, got something else");
+  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  AREAL_CHECK(copy >= 0, "SharedMemory: expected to duplicate fd ", fd, ", got ", std::strerror(errno));
+  return SharedMemory(copy, info.st_size);
+}
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept : fd_(std::exchange(other.fd_, -1)), bytes_(other.bytes_) {}
+
+SharedMemory::~SharedMemory() {
+  if (fd_ >= 0) close(fd_);
+}
+
+Mapping SharedMemory::map(int64_t offset_bytes, int64_t bytes, Access access) const {
+  const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* data = mmap(nullptr, static_cast<size_t>(bytes), protection, MAP_SHARED, fd_, offset_bytes);
+  AREAL_CHECK(data != MAP_FAILED, "SharedMemory: expected to map ", bytes, " bytes, got ", std::strerror(errno));
+  return Mapping(static_cast<std::byte*>(data), static_cast<size_t>(bytes), access);
+}
+
+void ShmTransport::post(int64_t, int64_t) { heartbeat_.store(monotonic_ns(), std::memory_order_relaxed); }
+
+int64_t monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+}  // namespace areal::reshard

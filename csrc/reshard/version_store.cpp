@@ -1,0 +1,111 @@
+#include "reshard/version_store.h"
+
+#include "base/check.h"
+#include "reshard/errors.h"
+#include "reshard/waiting.h"
+#include "reshard/xxh3.h"
+
+namespace areal::reshard {
+namespace {
+
+std::string describe_writer(const ControlLine& control) {
+  const uint64_t writer = control.writer.load();
+  return writer == 0 ? "no writer yet" : "last writer: " + describe_process(writer);
+}
+
+}  // namespace
+
+Pin::Pin(std::shared_ptr<StoreMemory> memory, int slot, ProcessIdentity owner)
+    : memory_(std::move(memory)), slot_(slot), owner_(owner) {}
+
+void Pin::take_active() {
+  ControlLine& control = memory_->control();
+  const uint64_t bit = uint64_t{1} << slot_;
+  for (;;) {
+    epoch_ = control.epoch.load();
+    std::atomic<uint64_t>& readers = control.readers[arena_index()];
+    readers.fetch_or(bit);
+    if (control.epoch.load() == epoch_) break;
+    readers.fetch_and(~bit);
+  }
+  version_ = memory_->record(arena_index()).version.load(std::memory_order_acquire);
+}
+
+uint64_t Pin::content_digest() const {
+  return memory_->record(arena_index()).content_digest.load(std::memory_order_relaxed);
+}
+
+void Pin::verify() const {
+  AREAL_CHECK(held_, "Pin.verify: expected a pin still held, got a released one");
+  const std::span<const uint64_t> checksums = memory_->checksums(arena_index());
+  const uint64_t digest = xxh3_64(checksums.data(), checksums.size_bytes());
+  if (digest != content_digest()) {
+    throw CorruptedError(format_message("VersionStore: version ", version_, ": expected checksums of digest ",
+                                        content_digest(), ", got ", digest));
+  }
+  verify_arena(*memory_, arena_index(), version_);
+}
+
+void Pin::release() {
+  if (memory_ == nullptr || !held_) return;
+  held_ = false;
+  if (self_identity() != owner_) return;  // a forked child: the pin is the parent's
+  memory_->control().readers[arena_index()].fetch_and(~(uint64_t{1} << slot_));
+  memory_->slots()[static_cast<size_t>(slot_)].store(0);
+}
+
+VersionStore VersionStore::create(Layout layout, int64_t chunk_bytes) {
+  return VersionStore(create_store(std::move(layout), chunk_bytes));
+}
+
+VersionStore VersionStore::attach(int fd) { return VersionStore(attach_store(fd)); }
+
+int64_t VersionStore::version() const {
+  const std::atomic<uint64_t>& word = memory_->control().epoch;
+  for (uint64_t epoch = word.load(std::memory_order_acquire); epoch != 0;) {
+    // The record may be that of a later epoch being written; then the acquire below has made its epoch visible.
+    const int64_t version = memory_->record(static_cast<int>(epoch % 2)).version.load(std::memory_order_acquire);
+    const uint64_t now = word.load(std::memory_order_acquire);
+    if (now == epoch) return version;
+    epoch = now;
+  }
+  return kNoVersion;
+}
+
+int64_t VersionStore::wait(int64_t version, const Deadline& deadline) const {
+  const ControlLine& control = memory_->control();
+  for (;;) {
+    const uint64_t epoch = control.epoch.load();
+    const int64_t active = this->version();
+    if (active >= version && active != kNoVersion) return active;
+    if (deadline.passed()) {
+      throw DeadlineError(format_message("VersionStore.wait: expected version >= ", version, " within ",
+                                         deadline.seconds(), " s, got ", active, "; ", describe_writer(control)));
+    }
+    sleep_while(control.epoch, epoch, deadline);
+  }
+}
+
+Pin VersionStore::pin(const Deadline& deadline) const {
+  wait(0, deadline);
+  const ProcessIdentity self = self_identity();
+  for (Backoff backoff(deadline);;) {
+    if (const std::optional<int> slot = claim_slot(*memory_, self)) {
+      Pin pin(memory_, *slot, self);
+      pin.take_active();
+      return pin;
+    }
+    if (deadline.passed()) {
+      throw DeadlineError(format_message("VersionStore.pin: expected a free reader slot within ", deadline.seconds(),
+                                         " s, got all ", kReaderSlots, " in use by ", describe_pins(*memory_, 0), ", ",
+                                         describe_pins(*memory_, 1)));
+    }
+    backoff.sleep();
+  }
+}
+
+Publication VersionStore::begin(int64_t version, VersionOrder order, const Deadline& deadline) const {
+  return Publication::begin(memory_, version, order, deadline);
+}
+
+}  // namespace areal::reshard
