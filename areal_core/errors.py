@@ -7,7 +7,16 @@ checkpoints).
 
 from __future__ import annotations
 
-__all__ = ["ArealError", "CheckpointError", "ConfigError", "DataError", "GeneratorError"]
+__all__ = [
+    "ArealError",
+    "CheckpointError",
+    "ClosedError",
+    "ConfigError",
+    "CorruptedError",
+    "DataError",
+    "DeadlineError",
+    "GeneratorError",
+]
 
 
 class ArealError(Exception):
@@ -28,3 +37,15 @@ class CheckpointError(ArealError):
 
 class GeneratorError(ArealError):
     """A generator process failed more often than the run tolerates; the text says which and how."""
+
+
+class DeadlineError(ArealError, TimeoutError):
+    """A deadline passed; the text says what was awaited and from which process."""
+
+
+class ClosedError(ArealError):
+    """The object was closed or released before this use; the text names it."""
+
+
+class CorruptedError(ArealError):
+    """Bytes differ from their checksum; the text says which."""

@@ -6,5 +6,6 @@
 namespace areal::bind {
 
 void register_packing(pybind11::module_& m);
+void register_reshard(pybind11::module_& m);
 
 }  // namespace areal::bind

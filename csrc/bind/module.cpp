@@ -47,4 +47,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("num_threads", &areal::num_threads);
 
   areal::bind::register_packing(m);
+  areal::bind::register_reshard(m);
 }

@@ -1,0 +1,335 @@
+"""Publication of weights to the other processes of a machine, through shared memory.
+
+The trainer creates a `VersionStore` from its tensors and publishes; generators attach to it and read::
+
+    store = VersionStore.create(model.state_dict())
+    process = spawn_context.Process(target=generate, args=(store,))  # a store travels to a child by itself
+    store.publish(model.state_dict(), version=7)
+
+    def generate(store):
+        store.wait(7, timeout=60.0)
+        with store.pin() as snapshot:
+            model.load_state_dict(snapshot.tensors)
+
+A reader sees one version in every tensor, bit for bit as published, whichever process dies at whichever moment. The
+protocol and its memory ordering are described in csrc/reshard/version_store.h.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing import reduction
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from areal_core import _C
+from areal_core.errors import ClosedError
+
+DEFAULT_CHUNK_BYTES = 4 << 20
+DEFAULT_TIMEOUT_S = 60.0
+
+# Their scale and zero point lie beside the tensor's bytes.
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a store must know of a tensor before there is one: dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Tensor | TensorSpec) -> TensorSpec:
+        """The spec of a tensor; a spec stays itself."""
+        return value if isinstance(value, TensorSpec) else cls(value.dtype, tuple(value.shape))
+
+
+class PublishStats(NamedTuple):
+    """What one publication did: bytes are payload, seconds are wall time."""
+
+    version: int
+    bytes: int
+    seconds: float  # from the call to the moment readers see the version
+    bytes_per_s: float  # over the seconds spent copying
+    wait_seconds: float  # of these, spent waiting for readers to release the arena (or for another writer)
+    bound_bytes: int  # what no plan can beat: bytes / bound_bytes is the overhead of the plan
+
+
+class Snapshot:
+    """One version, pinned: it is not overwritten until `release`, or the end of the `with` block.
+
+    `tensors` are views of shared memory that cost no copy. They are read-only: the memory is mapped that way, and a
+    write to one (`tensor.add_(1)`) ends the process with a segmentation fault rather than change the weights of
+    every reader. They may be touched after the release, even after the store is closed, without harm to the process,
+    but a later publication then overwrites them: copy what must outlast the pin.
+
+    A pin belongs to the process that took it; a forked child must take its own.
+    """
+
+    def __init__(self, pin: Any, tensors: dict[str, Tensor]) -> None:
+        self._pin = pin
+        self._tensors: dict[str, Tensor] | None = tensors
+        self.version: int = pin.version
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, as read-only views. Raises ClosedError after `release`."""
+        if self._tensors is None:
+            raise ClosedError(f"Snapshot.tensors: expected a pinned snapshot, got version {self.version} released")
+        return dict(self._tensors)
+
+    def checksum(self, *, verify: bool = True) -> int:
+        """The digest of the contents, equal for equal contents.
+
+        verify: read all bytes and compare them with the checksums taken when they were written.
+
+        Raises: CorruptedError naming the first tensor that differs; ClosedError after `release`.
+        """
+        if self._tensors is None:
+            raise ClosedError(f"Snapshot.checksum: expected a pinned snapshot, got version {self.version} released")
+        if verify:
+            self._pin.verify()
+        return int(self._pin.content_digest)
+
+    def release(self) -> None:
+        """Let the writer overwrite this version. Releasing again does nothing."""
+        self._tensors = None
+        self._pin.release()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class VersionStore:
+    """A handle on shared memory that holds the active version of a set of tensors, and room for the next.
+
+    One process publishes at a time, any number reads (up to 64 pins at once). Every method may be called from several
+    threads. A handle pickles to another process of this machine (multiprocessing, any start method), and
+    `fileno` may be sent over a Unix socket instead, for `attach`. The memory goes when the last handle, snapshot and
+    tensor of all processes is gone.
+    """
+
+    def __init__(self, native: Any) -> None:
+        """Private: use `create` or `attach`."""
+        self._native: Any | None = native
+        self._specs = {
+            name: TensorSpec(_dtype_of(name, dtype, item_bytes), tuple(shape))
+            for name, dtype, item_bytes, shape in native.specs
+        }
+        self._offsets: list[int] = native.offsets_bytes
+        self._readable: dict[int, dict[str, Tensor]] = {}
+
+    @classmethod
+    def create(
+        cls, tensors: Mapping[str, Tensor | TensorSpec], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    ) -> VersionStore:
+        """A store for tensors of these names, dtypes and shapes, with no version in it yet.
+
+        Takes twice the tensors' size of memory at once, and never more.
+        chunk_bytes: bytes that one thread copies at a time, a multiple of 64 up to 64 MiB.
+
+        Raises: ValueError for a quantized dtype, a broken spec, or when the memory is not to be had.
+        """
+        specs = {name: TensorSpec.of(value) for name, value in tensors.items()}
+        for name, spec in specs.items():
+            _dtype_of(name, _dtype_name(spec.dtype), spec.dtype.itemsize)
+        rows = [(name, _dtype_name(s.dtype), s.dtype.itemsize, list(s.shape)) for name, s in specs.items()]
+        return cls(_C.VersionStore.create(rows, chunk_bytes))
+
+    @classmethod
+    def attach(cls, fd: int) -> VersionStore:
+        """The store behind a descriptor that came from another process's `fileno`.
+
+        The descriptor is duplicated: the caller still closes its own.
+
+        Raises: ValueError, saying why, when fd is no version store or was damaged, or comes from another pid namespace.
+        """
+        return cls(_C.VersionStore.attach(fd))
+
+    def fileno(self) -> int:
+        """The descriptor of the shared memory; it stays the store's."""
+        return int(self._open().fd)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """What the store holds, sorted by name."""
+        return dict(self._specs)
+
+    @property
+    def digest(self) -> int:
+        """Equal on two stores exactly when names, dtypes, shapes, offsets and chunks are (up to hash collisions)."""
+        return int(self._open().digest)
+
+    def publish(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        allow_rollback: bool = False,
+        verify: bool = False,
+    ) -> PublishStats:
+        """Copy the tensors and make them the active version.
+
+        tensors: exactly the names, dtypes and shapes of the store; any strides, any device. They must not change
+            during the call. Bytes are copied as they are (NaN payloads too).
+        version: int >= 0, above the current one unless allow_rollback (a run resumed from an earlier checkpoint).
+        timeout: seconds to wait for readers that still pin the version before the current one.
+        verify: read everything again before readers may see it (a second pass over memory).
+
+        Readers go on with the old version meanwhile; whatever fails, it stays active. The GIL is released.
+
+        Raises: ValueError naming the tensor (or version) that does not fit; DeadlineError naming the processes whose
+        pins were waited for; CorruptedError (verify) when memory does not hold what was written; ClosedError.
+        """
+        native = self._open()
+        sources = self._sources(tensors)
+        start = time.perf_counter()
+        publication = native.begin(version, allow_rollback, timeout)
+        try:
+            begun = time.perf_counter()
+            publication.write([t.data_ptr() if _is_plain(t) else 0 for t in sources], 0, native.chunks)
+            self._place_others(publication, sources)
+            publication.commit(verify)
+        finally:
+            publication.abort()  # nothing after a commit
+        end = time.perf_counter()
+        payload: int = native.payload_bytes
+        return PublishStats(
+            version, payload, end - start, payload / max(end - begun, 1e-9), begun - start, native.bound_bytes
+        )
+
+    def version(self) -> int:
+        """The active version, -1 before the first. Costs less than a microsecond: poll as often as you like."""
+        return int(self._open().version())
+
+    def wait(self, version: int, timeout: float = DEFAULT_TIMEOUT_S) -> int:
+        """Wait until `version()` is at least this; returns it. Raises DeadlineError; Ctrl-C ends the wait."""
+        return int(self._open().wait(version, timeout))
+
+    def pin(self, timeout: float = DEFAULT_TIMEOUT_S) -> Snapshot:
+        """Hold on to the active version (waiting for the first): `with store.pin() as snapshot: ...`.
+
+        timeout: seconds to wait for a first version or a free slot; then DeadlineError.
+        """
+        native = self._open()
+        pin = native.pin(timeout)
+        arena: int = pin.arena_index
+        views = self._readable.get(arena)
+        if views is None:  # several threads may do this at once, with equal results
+            views = self._readable[arena] = self._views(native.readable_arena(arena))
+        return Snapshot(pin, views)
+
+    def close(self) -> None:
+        """Give the descriptor back. Snapshots and tensors in use keep the memory; closing again does nothing."""
+        self._native = None
+        self._readable = {}
+
+    def __enter__(self) -> VersionStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        """Only multiprocessing pickles a store: the descriptor travels beside the bytes."""
+        return _attach_and_close, (reduction.DupFd(self.fileno()),)
+
+    def _open(self) -> Any:
+        if self._native is None:
+            raise ClosedError("VersionStore: expected an open store, got a closed one")
+        return self._native
+
+    def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors in the order of the layout, checked."""
+        unknown = sorted(tensors.keys() - self._specs.keys())
+        if unknown:
+            raise ValueError(f"VersionStore.publish: tensor '{unknown[0]}': expected no tensor of that name, got one")
+        sources = []
+        for name, spec in self._specs.items():
+            if name not in tensors:
+                raise ValueError(f"VersionStore.publish: tensor '{name}': expected, got no tensor of that name")
+            tensor = tensors[name]
+            _check_source(name, spec, tensor)
+            sources.append(tensor.detach())
+        return sources
+
+    def _place_others(self, publication: Any, sources: list[Tensor]) -> None:
+        """Let torch copy what is not plain memory (strided, on a device, conjugated) straight into the arena."""
+        others = [i for i, tensor in enumerate(sources) if not _is_plain(tensor)]
+        if others:
+            views = list(self._views(publication.arena()).values())
+            for i in others:
+                views[i].copy_(sources[i])
+            publication.seal(others)
+
+    def _views(self, buffer: Any) -> dict[str, Tensor]:
+        """Tensors over an arena; each keeps the memory mapped."""
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        views = {}
+        for (name, spec), offset in zip(self._specs.items(), self._offsets, strict=True):
+            size = spec.dtype.itemsize * _numel(spec.shape)
+            views[name] = whole[offset : offset + size].view(spec.dtype).view(spec.shape)
+        return views
+
+
+def _attach_and_close(received: Any) -> VersionStore:
+    fd = received.detach()
+    try:
+        return VersionStore.attach(fd)
+    finally:
+        os.close(fd)
+
+
+def _numel(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str, dtype_name: str, item_bytes: int) -> torch.dtype:
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != item_bytes:
+        raise ValueError(
+            f"VersionStore: tensor '{name}': expected a dtype of this torch, got {dtype_name} of {item_bytes} bytes"
+        )
+    if dtype in _QUANTIZED:
+        raise ValueError(f"VersionStore: tensor '{name}': expected a dtype of plain bytes, got {dtype_name}")
+    return dtype
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's bytes lie in host memory one behind the other, as they are meant."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _check_source(name: str, spec: TensorSpec, tensor: Tensor) -> None:
+    where = f"VersionStore.publish: tensor '{name}'"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{where}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != spec.dtype:
+        raise ValueError(f"{where}: expected dtype = {spec.dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != spec.shape:
+        raise ValueError(f"{where}: expected shape = {list(spec.shape)}, got {list(tensor.shape)}")
+    if is_traceable_wrapper_subclass(tensor):
+        raise ValueError(f"{where}: expected a plain tensor, got {type(tensor).__name__} (gather it first)")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ValueError(f"{where}: expected a dense tensor with storage, got {tensor.layout} on {tensor.device}")
