@@ -73,15 +73,16 @@ void Block::run(uint3 index) {
   race::on_block(static_cast<unsigned>(threads_.size()),
                  {dynamic_shared_.get(), launch_.dynamic_shared_bytes, stacks().base(), stacks().total_bytes(),
                   threads_.data(), threads_.size() * sizeof(Thread)});
+  const struct NoneRunsAfterwards {
+    ~NoneRunsAfterwards() { current = nullptr; }
+  } on_every_way_out;
   while (!ready_.empty()) {
     Thread& thread = threads_[ready_.pop()];
     current = &thread;
     switch_fiber(scheduler_, thread.fiber);
-    if (error_) break;
+    if (error_) std::rethrow_exception(error_);
     if (thread.state == ThreadState::kDone) on_exit(thread);
   }
-  current = nullptr;
-  if (error_) std::rethrow_exception(error_);
   if (exited_ != threads_.size()) throw Error(describe_waiting_threads("deadlock", *this));
 }
 

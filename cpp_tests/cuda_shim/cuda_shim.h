@@ -11,7 +11,7 @@
 //   intrinsics.h    barriers, shuffles, votes, reductions  warp.*        operations across the lanes of a warp
 //   atomics.h       atomics and fences                     launch.cpp    the grid
 //   device_math.h   cached loads, fast maths, bits         race_*        memory-order checker of the race build
-//   host_runtime.cpp  the part of cudart that launchers use  shared_arrays.*  finds __shared__ variables
+//   host_runtime.*  the part of cudart that launchers use  shared_arrays.*  finds __shared__ variables
 //
 // Kernels, and every function that declares a __shared__ variable, belong in an anonymous namespace: the shim finds
 // their shared arrays by that.

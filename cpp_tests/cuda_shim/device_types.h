@@ -34,3 +34,9 @@
 #define blockDim (::cuda_shim::current->block_dim)
 #define gridDim (::cuda_shim::current->grid_dim)
 #define warpSize 32
+
+// cuda_runtime.h offers it to nvcc only.
+template <class... Params>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute attribute, int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}

@@ -1,7 +1,32 @@
 // The part of the CUDA runtime that launchers use, on host memory: streams run at once, copies are memcpy.
+#include "host_runtime.h"
+
 #include <cuda_runtime.h>
 
 #include <cstring>
+#include <map>
+
+namespace cuda_shim {
+namespace {
+
+constexpr int kDefaultSharedBytes = 48 * 1024, kMaxSharedBytes = 227 * 1024;
+
+std::map<const void*, int>& raised_limits() {
+  static std::map<const void*, int> limits;
+  return limits;
+}
+
+}  // namespace
+
+size_t dynamic_shared_limit(const void* kernel) {
+  const auto raised = raised_limits().find(kernel);
+  return static_cast<size_t>(raised == raised_limits().end() ? kDefaultSharedBytes : raised->second);
+}
+
+}  // namespace cuda_shim
+
+using cuda_shim::kDefaultSharedBytes;
+using cuda_shim::kMaxSharedBytes;
 
 extern "C" {
 
@@ -25,10 +50,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       *value = 4;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 227 * 1024;
+      *value = kMaxSharedBytes;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlock:
-      *value = 48 * 1024;
+      *value = kDefaultSharedBytes;
       return cudaSuccess;
     case cudaDevAttrWarpSize:
       *value = 32;
@@ -44,7 +69,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   }
 }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value < 0 || value > kMaxSharedBytes) return cudaErrorInvalidValue;
+  cuda_shim::raised_limits()[kernel] = value;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 

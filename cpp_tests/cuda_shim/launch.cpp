@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "block.h"
+#include "host_runtime.h"
 #include "race_checker.h"
 
 namespace cuda_shim {
 namespace {
 
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kMaxDynamicSharedBytes = 227 * 1024;
 
 void check(const Launch& launch) {
   const dim3 grid = launch.grid, block = launch.block;
@@ -26,8 +26,9 @@ void check(const Launch& launch) {
     refuse("a grid of 1 to (2147483647, 65535, 65535) blocks, got (" + std::to_string(grid.x) + ", " +
            std::to_string(grid.y) + ", " + std::to_string(grid.z) + ")");
   }
-  if (launch.dynamic_shared_bytes > kMaxDynamicSharedBytes) {
-    refuse("at most 227 KiB of dynamic shared memory, got " + std::to_string(launch.dynamic_shared_bytes) + " bytes");
+  if (launch.dynamic_shared_bytes > dynamic_shared_limit(launch.kernel)) {
+    refuse("cudaFuncAttributeMaxDynamicSharedMemorySize >= " + std::to_string(launch.dynamic_shared_bytes) + ", got " +
+           std::to_string(dynamic_shared_limit(launch.kernel)) + " bytes");
   }
 }
 

@@ -59,7 +59,6 @@ class Checker {
     for (const std::string& finding : findings_) out << "\n  " << finding;
     throw Error(out.str());
   }
-  void abandon_launch() { active_ = false; }
 
   HappensBefore& order() { return order_; }
 
