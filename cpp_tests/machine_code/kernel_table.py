@@ -1,0 +1,24 @@
+"""What the machine code of each kernel must show.
+
+Every kernel of the library needs a row, every row needs a kernel, and no kernel may use local memory: neither spills
+nor arrays that ptxas could not keep in registers. A row's numbers hold for every instance that the pattern matches, on
+every architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Requirements of the kernels whose demangled name the pattern matches (searched, anonymous namespaces removed)."""
+
+    pattern: str
+    registers: int  # at most, a thread
+    wide_loads: int = 0  # at least so many 16-byte loads from global memory
+    wide_stores: int = 0  # at least so many 16-byte stores to global memory
+    shared_bytes: int = 48 * 1024  # at most, static
+
+
+KERNELS: tuple[KernelRow, ...] = ()
