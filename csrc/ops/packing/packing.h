@@ -47,14 +47,12 @@ struct MaskExtents {
 };
 void mask_extents_cpu(const unsigned char* mask, int64_t rows, int64_t columns, const MaskExtents& out);
 
-#if defined(AREAL_WITH_CUDA) || defined(AREAL_CUDA_SHIM)
 namespace cuda {
-// The same on the device; `stream` is a cudaStream_t. Nothing is checked on the host: a map that breaks the contract
-// gives wrong values but never touches memory outside the tensors.
+// The same with everything on the device; `stream` is a cudaStream_t. Values are not checked: a map or cu_seqlens that
+// breaks the contract gives wrong rows but never touches memory outside the tensors. Nothing synchronises.
 void copy_segments(const SegmentMap& map, std::span<const RowTensor> tensors, void* stream);
 void position_ids(const Segments& segments, int64_t tokens, int64_t* out, void* stream);
 void mask_extents(const unsigned char* mask, int64_t rows, int64_t columns, const MaskExtents& out, void* stream);
 }  // namespace cuda
-#endif
 
 }  // namespace areal
