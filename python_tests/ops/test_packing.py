@@ -1,33 +1,284 @@
-"""Packing, shifts and micro-batch allocation."""
+"""Pack, unpack and choosing sequences, against plain loops and by round trips."""
+
+import dataclasses
+from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from areal_core import ops
+from areal_core.reference import packing as reference
 
+Layout = tuple[list[int], int, Literal["right", "left"]]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
 
 
-def test_pack_and_unpack_by_hand() -> None:
+def bits(x: Tensor) -> Tensor:
+    """The bytes of a tensor: equality of any dtype, NaN included."""
+    return x.contiguous().view(torch.uint8) if x.numel() else x.new_empty(x.shape, dtype=torch.uint8)
+
+
+def random_tensor(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randint(0, 100, shape) % (2 if dtype == torch.bool else 100)).to(dtype)
+
+
+def make_mask(lengths: list[int], width: int, padding: str) -> Tensor:
+    column, length = torch.arange(width), torch.tensor(lengths, dtype=torch.int64)[:, None]
+    return column < length if padding == "right" else column >= width - length
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    width = draw(st.integers(0, 9))
+    lengths = draw(st.lists(st.integers(0, width), max_size=7))
+    return lengths, width, draw(st.sampled_from(["right", "left"]))
+
+
+def test_by_hand() -> None:
     ids = torch.arange(15).reshape(3, 5)
     packed = ops.pack({"input_ids": ids, "rewards": torch.arange(3.0)}, MASK, multiple_of=4, fill={"input_ids": -7})
     assert packed["input_ids"].tolist() == [0, 1, 2, 12, 13, 14, -7, -7]
-    assert packed.cu_seqlens.tolist() == [0, 3, 3, 6, 8]
     assert packed["rewards"].tolist() == [0.0, 1.0, 2.0]
+    assert packed.cu_seqlens.tolist() == [0, 3, 3, 6, 8]
+    assert packed.lengths.tolist() == [3, 0, 3]
+    assert (packed.max_seqlen, packed.total_tokens, packed.num_tokens, packed.num_sequences) == (3, 8, 6, 3)
     restored = ops.unpack(packed, "left", fill=-1)
     assert restored["input_ids"].tolist() == [[-1, -1, 0, 1, 2], [-1] * 5, [-1, -1, 12, 13, 14]]
 
 
-def test_shifts_by_hand() -> None:
-    cu = torch.tensor([0, 3, 3, 6])
-    ids = torch.tensor([10, 11, 12, 20, 21, 22])
-    assert ops.next_token_labels(ids, cu).tolist() == [11, 12, -100, 21, 22, -100]
-    assert ops.to_token_aligned(ids.double(), cu).tolist() == [0, 10, 11, 0, 20, 21]
-    assert ops.to_prediction_aligned(ids.double(), cu).tolist() == [11, 12, 0, 21, 22, 0]
-    assert ops.position_ids(cu).tolist() == [0, 1, 2, 0, 1, 2]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=30)
+@given(layout=layouts(), trailing=st.sampled_from([(), (1,), (3,), (2, 2), (0,)]), multiple=st.integers(1, 5))
+def test_round_trip(
+    dtype: torch.dtype,
+    layout: Layout,
+    trailing: tuple[int, ...],
+    multiple: int,
+) -> None:
+    lengths, width, padding = layout
+    mask = make_mask(lengths, width, padding)
+    x = random_tensor(len(lengths), width, *trailing, dtype=dtype)
+    by_mask = ops.pack({"x": x}, mask, multiple_of=multiple)
+    by_lengths = ops.pack({"x": x}, lengths=lengths, padding=padding, multiple_of=multiple)
+    want = x.reshape(mask.numel(), *trailing)[mask.reshape(-1).nonzero()[:, 0]]
+    for packed in (by_mask, by_lengths):
+        assert packed["x"].dtype == dtype
+        assert packed.total_tokens % multiple == 0
+        assert packed.total_tokens - packed.num_tokens < multiple
+        assert packed["x"].shape == (packed.total_tokens, *trailing)
+        assert torch.equal(bits(packed["x"][: sum(lengths)]), bits(want))
+        assert not bits(packed["x"][sum(lengths) :]).any(), "the dummy segment holds 0"
+    restored = ops.unpack(by_mask, padding)["x"]
+    assert restored.shape == x.shape
+    live = mask.reshape(*mask.shape, *[1] * len(trailing)).expand_as(x)
+    assert torch.equal(bits(restored), bits(torch.where(live, x, x.new_zeros(()))))
 
 
-def test_allocation_by_hand() -> None:
-    assert ops.allocate_microbatches([3, 5, 4, 4], 8) == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match=r"lengths\[1\] = 9"):
-        ops.allocate_microbatches([3, 9], 8)
+@settings(deadline=None, max_examples=50)
+@given(layout=layouts())
+def test_matches_the_loop(layout: Layout) -> None:
+    lengths, width, padding = layout
+    mask = make_mask(lengths, width, padding)
+    batch = {"a": torch.randn(len(lengths), width), "b": random_tensor(len(lengths), width, 2, dtype=torch.int16)}
+    packed = ops.pack(batch, mask.to(torch.int64))
+    want = reference.pack(batch, mask)
+    assert all(torch.equal(packed[k], want[k]) for k in batch)
+    want = reference.unpack(packed.data, mask, fill=5)
+    got = ops.unpack(packed, padding, fill=5)
+    assert all(torch.equal(got[k], want[k]) for k in batch)
+
+
+@settings(deadline=None, max_examples=50)
+@given(layout=layouts(), data=st.data())
+def test_select_sequences(layout: Layout, data: st.DataObject) -> None:
+    lengths, width, padding = layout
+    sequences = len(lengths)
+    batch = {"x": torch.randn(sequences, width, 2), "reward": torch.randn(sequences)}
+    packed = ops.pack(batch, make_mask(lengths, width, padding), per_sequence=["reward"], multiple_of=3)
+    chosen = data.draw(st.permutations(range(sequences)))[: data.draw(st.integers(0, sequences))]
+    part = ops.select_sequences(packed, chosen, multiple_of=2)
+    want = ops.pack({k: v[chosen] for k, v in batch.items()}, make_mask(lengths, width, padding)[chosen], multiple_of=2)
+    assert torch.equal(part["x"], want["x"])
+    assert torch.equal(part["reward"], want["reward"])
+    assert torch.equal(part.cu_seqlens, want.cu_seqlens)
+    inverse = [chosen.index(i) for i in range(sequences)] if len(chosen) == sequences else None
+    if inverse is not None:  # order restored exactly
+        assert torch.equal(ops.select_sequences(part, inverse, multiple_of=3)["x"], packed["x"])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_batches_do_not_depend_on_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 600, (200,))
+    mask = make_mask(lengths.tolist(), 600, "left")
+    batch = {"ids": torch.randint(0, 1 << 40, (200, 600)), "h": torch.randn(200, 600, 3).bfloat16()}
+    try:
+        torch.set_num_threads(threads)
+        packed = ops.pack(batch, mask)
+        restored = ops.unpack(packed, "left", fill=1)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(packed["ids"], batch["ids"][mask])
+    assert torch.equal(packed["h"], batch["h"][mask])
+    assert torch.equal(restored["ids"], torch.where(mask, batch["ids"], 1))
+
+
+def test_shape_decides_and_names_override() -> None:
+    lengths = [2, 1]
+    batch = {"square": torch.randn(2, 3), "tokens": torch.randn(2, 3), "scores": torch.randn(2, 7)}
+    packed = ops.pack(batch, make_mask(lengths, 3, "right"), per_sequence=["square"])
+    assert packed.per_sequence == {"square", "scores"}
+    assert packed["square"] is batch["square"]
+    assert packed["tokens"].shape == (3,)
+    assert list(packed.data) == list(batch)
+    packed = ops.pack(batch, lengths, per_sequence=["square", "scores"])
+    assert packed["tokens"].shape == (3,)
+    with pytest.raises(ValueError, match="'tokens': 3, 'scores': 7"):
+        ops.pack(batch, lengths, per_sequence=["square"])
+
+
+def test_left_and_right_padding_in_one_mask() -> None:
+    x = torch.arange(15).reshape(3, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
+    assert ops.pack({"x": x}, mask)["x"].tolist() == [1, 2, 3, 5, 14]
+
+
+def test_keys_may_be_added_before_unpacking() -> None:
+    packed = ops.pack({"x": torch.arange(15).reshape(3, 5)}, MASK)
+    more = dataclasses.replace(packed, data={"advantages": torch.ones(6)})
+    assert ops.unpack(more, fill=float("nan"), length=3)["advantages"].isnan().sum() == 3
+    with pytest.raises(ValueError, match=r"'advantages' as \[T = 6"):
+        ops.unpack(dataclasses.replace(packed, data={"advantages": torch.ones(5)}))
+    with pytest.raises(ValueError, match="length >= 3"):
+        ops.unpack(packed, length=2)
+
+
+def test_non_contiguous_input() -> None:
+    x = torch.randn(5, 3, 2).transpose(0, 1)
+    wide = torch.randn(3, 9)[:, 2:7]
+    packed = ops.pack({"x": x, "wide": wide}, MASK)
+    assert torch.equal(packed["x"], x[MASK.bool()])
+    assert torch.equal(packed["wide"], wide[MASK.bool()])
+
+
+def test_padding_is_never_read() -> None:
+    x = torch.where(MASK.bool(), torch.randn(3, 5), float("nan")).requires_grad_()
+    packed = ops.pack({"x": x}, MASK, multiple_of=8)
+    assert not packed["x"].isnan().any()
+    (grad,) = torch.autograd.grad(packed["x"].sum(), x)
+    assert torch.equal(grad, MASK.float())
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 3])
+@pytest.mark.parametrize("width", [0, 4])
+def test_nothing_to_pack(sequences: int, width: int) -> None:
+    batch = {"x": torch.randn(sequences, width), "h": torch.randn(sequences, width, 0), "r": torch.randn(sequences)}
+    for packed in (
+        ops.pack(batch, torch.zeros(sequences, width, dtype=torch.bool), per_sequence=["r"]),
+        ops.pack(batch, lengths=[0] * sequences, per_sequence=["r"]),
+    ):
+        assert packed.total_tokens == packed.max_seqlen == 0
+        assert packed.cu_seqlens.tolist() == [0] * (sequences + 1)
+        assert ops.unpack(packed)["x"].shape == (sequences, width)
+        assert ops.unpack(packed)["r"] is batch["r"]
+    assert ops.pack({}, MASK).cu_seqlens.tolist() == [0, 3, 3, 6]
+
+
+def test_dummy_segment_longer_than_the_sequences() -> None:
+    packed = ops.pack({"x": torch.ones(3, 5)}, MASK, multiple_of=64)
+    assert (packed.max_seqlen, packed.total_tokens, packed.num_tokens) == (58, 64, 6)
+    assert packed.cu_seqlens.tolist() == [0, 3, 3, 6, 64]
+    assert packed["x"].sum() == 6
+    assert ops.pack({"x": torch.ones(3, 5)}, MASK, multiple_of=3).cu_seqlens.tolist() == [0, 3, 3, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("batch", "layout", "options", "message"),
+    [
+        ({"x": torch.ones(3, 5)}, torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [1] * 5]), {}, "holes, .* in row 1"),
+        ({"x": torch.ones(4, 5)}, MASK, {}, r"'x' as \[3, ...\] .* got \[4, 5\]"),
+        ({"x": torch.ones(())}, MASK, {}, r"'x' as \[3, ...\]"),
+        ({"x": torch.ones(3, 5)}, torch.ones(3, 5, 1), {}, r"attention_mask \[S, L\]"),
+        ({"x": torch.ones(3, 5)}, [1, 6, 2], {}, r"lengths in \[0, 5\], got lengths\[1\] = 6"),
+        ({"x": torch.ones(3, 5)}, [1, -1, 2], {}, r"got lengths\[1\] = -1"),
+        ({"x": torch.ones(3, 5)}, [1, 2], {}, r"'x' as \[2, ...\]"),
+        ({"x": torch.ones(3, 5)}, [1, 2, 3], {"padding": "up"}, "padding in"),
+        ({"x": torch.ones(3, 5)}, None, {}, "attention_mask or lengths, got none"),
+        ({"x": torch.ones(3, 5)}, MASK, {"lengths": [1, 2, 3]}, "got both"),
+        ({"x": torch.ones(3, 5)}, MASK, {"multiple_of": 0}, "multiple_of >= 1"),
+        ({"x": torch.ones(3, 5)}, MASK, {"per_sequence": ["y"]}, "per_sequence among .* got"),
+        ({"x": torch.ones(3, 5)}, MASK, {"fill": {"y": 1}}, "fill for per-token keys .* got"),
+        ({"x": torch.ones(3, 5, dtype=torch.int8)}, MASK, {"fill": 200}, "integer fill"),
+        ({"x": torch.ones(3, 5, dtype=torch.int64)}, MASK, {"fill": float("nan")}, "integer fill"),
+        ({"x": torch.ones(3, 5, dtype=torch.int64)}, MASK, {"fill": 0.5}, "integer fill"),
+        ({"x": torch.ones(3, 5, dtype=torch.float8_e5m2)}, MASK, {"fill": 1}, "fill = 0"),
+    ],
+)
+def test_broken_contracts(batch: dict[str, Tensor], layout: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.pack(batch, layout, **options)
+
+
+@pytest.mark.parametrize("chosen", [[3], [-1], [0, 0]])
+def test_select_refuses(chosen: list[int]) -> None:
+    packed = ops.pack({"x": torch.ones(3, 5)}, MASK)
+    with pytest.raises(ValueError, match=r"distinct indices in \[0, 3\)"):
+        ops.select_sequences(packed, chosen)
+
+
+def test_gradients() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    h = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.arange(15).reshape(3, 5)  # an integer key rides along
+
+    def through(x: Tensor, h: Tensor) -> list[Tensor]:
+        packed = ops.pack({"x": x, "ids": ids, "h": h}, MASK, multiple_of=4)
+        part = ops.select_sequences(packed, [2, 1, 0])
+        padded = ops.unpack(part, "left", fill=2)
+        return [packed["x"], part["h"], padded["x"], padded["h"]]
+
+    assert torch.autograd.gradcheck(through, (x, h))
+    assert torch.autograd.gradgradcheck(through, (x, h))
+
+
+def test_opcheck() -> None:
+    index = [torch.tensor(v) for v in ([6, 0, 3], [1, 4, 4], [3, 4, 6])]
+    tensors = [torch.randn(9, 2, requires_grad=True), torch.arange(9), torch.randn(9).bfloat16()]
+    torch.library.opcheck(torch.ops.areal_core.copy_segments.default, (tensors, *index, 7, [0.5, -1.0, 2.0]))
+    torch.library.opcheck(torch.ops.areal_core.mask_extents.default, (MASK.bool(),))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (([0, 0], [0, 1], [2, 3]), "ordered segments"),
+        (([0, 0], [0, 3], [2, 9]), "ordered segments"),
+        (([8, 0], [0, 3], [2, 4]), "source rows within"),
+        (([-1, 0], [0, 3], [2, 4]), "source rows within"),
+        (([0], [0, 3], [2, 4]), "target_begin of shape"),
+    ],
+)
+def test_native_checks(index: tuple[list[int], ...], message: str) -> None:
+    begins = [torch.tensor(v) for v in index]
+    with pytest.raises(Exception, match=message):
+        torch.ops.areal_core.copy_segments([torch.ones(9)], *begins, 7, [0.0])
