@@ -14,6 +14,10 @@ if(NOT AREAL_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)  # the module imports on machines without a driver
     enable_language(CUDA)
     set(CMAKE_CUDA_STANDARD 20)
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # before CMake 3.26, which does not know the flag of nvcc
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+    endif()
     set(AREAL_WITH_CUDA ON)
   elseif(AREAL_CUDA STREQUAL "ON")
     message(FATAL_ERROR "AREAL_CUDA=ON, but no nvcc was found (PATH, CUDACXX, /usr/local/cuda)")
