@@ -8,6 +8,7 @@ from areal_core.telemetry.metrics import EventLog, MetricsLog, SampleLog, read_m
 from areal_core.telemetry.progress import Progress
 from areal_core.telemetry.report import report_command, write_report
 from areal_core.telemetry.summary import plot_summary
+from areal_core.telemetry.timeline_svg import plot_timelines
 from areal_core.telemetry.trace import Span, SpanRecorder, Tracer, now_us, read_trace
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Tracer",
     "now_us",
     "plot_summary",
+    "plot_timelines",
     "read_metrics",
     "read_trace",
     "report_command",

@@ -119,6 +119,15 @@ def generator_idle(run: RunData) -> float | None:
     return _idle_share(generator_seconds(run)) if share is None else share
 
 
+def token_rate(run: RunData, kind: str) -> float | None:
+    """Tokens per second of the run, "generated" or "trained": all tokens over all time, or the mean of the rates."""
+    tokens = sum(run.values(f"tokens/{kind}"))
+    if tokens and run.wall_time_s:
+        return tokens / run.wall_time_s
+    rates = run.values(f"rate/{kind}_tokens_per_s")
+    return sum(rates) / len(rates) if rates else None
+
+
 def eta(run: RunData) -> float | None:
     """The staleness bound of the configuration; infinite when unbounded, None when unknown."""
     value = run.setting("rollout.eta")
@@ -176,12 +185,11 @@ def _time_fact(run: RunData) -> Fact | None:
 
 
 def _rate_fact(run: RunData, label: str, kind: str) -> Fact | None:
+    rate = token_rate(run, kind)
+    if rate is None:
+        return None
     tokens = sum(run.values(f"tokens/{kind}"))
-    time = run.wall_time_s
-    if tokens and time:
-        return Fact(label, f"{compact(tokens / time)} tokens/s", f"{compact(tokens)} tokens")
-    rates = run.values(f"rate/{kind}_tokens_per_s")
-    return Fact(label, f"{compact(sum(rates) / len(rates))} tokens/s", "mean over steps") if rates else None
+    return Fact(label, f"{compact(rate)} tokens/s", f"{compact(tokens)} tokens" if tokens else "mean over steps")
 
 
 def _idle_fact(label: str, share: float | None) -> Fact | None:

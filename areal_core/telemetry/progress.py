@@ -11,7 +11,6 @@ from typing import Any, TextIO
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +21,7 @@ AGE_STYLES = ("green", "cyan", "blue", "magenta", "red", "yellow")
 
 _BAR_WIDTH = 24
 _SPARKLINE_WIDTH = 48
-_SAMPLE_TOKENS = 160
+_SAMPLE_TOKENS = 96
 _ETA_STEPS = 20
 
 
@@ -158,7 +157,7 @@ class Progress:
             words.append(f"left {left}")
         row = Table.grid(padding=(0, 2))
         if self._total:
-            row.add_row(ProgressBar(self._total, min(self._step, self._total), width=_BAR_WIDTH), "   ".join(words))
+            row.add_row(_bar(self._step / self._total, _BAR_WIDTH, "green"), "   ".join(words))
         else:
             row.add_row("   ".join(words))
         return row
@@ -240,10 +239,12 @@ def _share_bar(value: Any) -> RenderableType | None:
     share = finite(value)
     if share is None:
         return None
-    row = Table.grid(padding=(0, 1))
-    filled = min(max(share, 0.0), 1.0)
-    row.add_row(ProgressBar(1.0, filled, width=12, complete_style="yellow", finished_style="red"), percent(share))
-    return row
+    return Text.assemble(_bar(share, 12, "yellow"), f" {percent(share)}")
+
+
+def _bar(share: float, width: int, style: str) -> Text:
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return Text.assemble(("━" * filled, style), ("━" * (width - filled), "bright_black"))
 
 
 def _slashed(first: str | None, second: str | None, between: str = "/", end: str = "") -> str | None:

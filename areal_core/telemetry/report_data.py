@@ -12,10 +12,11 @@ from areal_core.telemetry.format import finite
 from areal_core.telemetry.jsonl import Row
 from areal_core.telemetry.run_data import RunData
 from areal_core.telemetry.series import age_shares, build_curves
-from areal_core.telemetry.timeline import Timeline, TimelineRow, coarsen
+from areal_core.telemetry.timeline import Segment, Timeline, TimelineRow, profile
 
 MAX_POINTS = 1500
 MAX_SEGMENTS = 60_000
+MAX_CELLS = 1_200
 MAX_INSTANTS = 4_000
 MAX_EVENTS = 400
 MAX_SAMPLES = 64
@@ -80,56 +81,75 @@ def _staleness(run: RunData) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    """Rows of segments as flat lists: gap before, duration (both µs), name, detail."""
+    """Rows of segments; of a long run excerpts, and for the whole of it the shares of time in equal cells."""
     names = list(dict.fromkeys(segment.name for row in timeline.rows for segment in row.segments))
-    details = _Strings(MAX_SEGMENTS)
-    budget = max(1000, MAX_SEGMENTS // max(len(timeline.rows), 1))
+    details = _Strings()
+    excerpts = _excerpts(timeline)
+    cells = min(MAX_CELLS, 12 * MAX_CELLS // max(len(timeline.rows), 1)) if excerpts else 0
     stride = max(1, -(-len(timeline.instants) // MAX_INSTANTS))
     return {
         "duration": timeline.duration_us,
         "names": names,
-        "rows": [_timeline_row(row, timeline.duration_us, budget, names, details) for row in timeline.rows],
+        "rows": [
+            {
+                "process": row.process,
+                "track": row.track,
+                "flat": _flat(_within(row.segments, excerpts), names, details),
+                "profile": _permille(row, timeline.duration_us, cells, names) if cells else [],
+            }
+            for row in timeline.rows
+        ],
+        "excerpts": excerpts,
         "instants": [list(instant) for instant in timeline.instants[::stride]],
         "details": details.values,
         "dropped": timeline.dropped,
     }
 
 
-def _timeline_row(
-    row: TimelineRow, duration_us: int, budget: int, names: Sequence[str], details: _Strings
-) -> dict[str, Any]:
-    coarse = len(row.segments) > budget
-    segments = coarsen(row.segments, duration_us, budget) if coarse else row.segments
+def _excerpts(timeline: Timeline) -> list[tuple[int, int]]:
+    """Stretches at the beginning, in the middle and at the end that the budget of segments allows; [] means all."""
+    total = sum(len(row.segments) for row in timeline.rows)
+    length = timeline.duration_us / 3
+    excerpts: list[tuple[int, int]] = []
+    while total > MAX_SEGMENTS:
+        length *= 0.9 * min(1.0, MAX_SEGMENTS / total)
+        starts = (0, (timeline.duration_us - length) / 2, timeline.duration_us - length)
+        excerpts = [(int(start), int(start + length)) for start in starts]
+        total = sum(len(_within(row.segments, excerpts)) for row in timeline.rows)
+    return excerpts
+
+
+def _within(segments: Sequence[Segment], excerpts: Sequence[tuple[int, int]]) -> Sequence[Segment]:
+    if not excerpts:
+        return segments
+    return [s for s in segments if any(s.end_us > start and s.start_us < end for start, end in excerpts)]
+
+
+def _flat(segments: Sequence[Segment], names: Sequence[str], details: _Strings) -> list[int]:
+    """Four numbers for each segment: gap before it, duration (both in microseconds), name, detail."""
     numbers = {name: index for index, name in enumerate(names)}
     flat: list[int] = []
     end = 0
     for segment in segments:
-        flat += [
-            segment.start_us - end,
-            segment.end_us - segment.start_us,
-            numbers[segment.name],
-            details.index(segment.detail),
-        ]
+        gap, duration = segment.start_us - end, segment.end_us - segment.start_us
+        flat += [gap, duration, numbers[segment.name], details.index(segment.detail)]
         end = segment.end_us
-    return {
-        "process": row.process,
-        "track": row.track,
-        "flat": flat,
-        "resolution": duration_us / budget if coarse else 0,
-    }
+    return flat
+
+
+def _permille(row: TimelineRow, duration_us: int, cells: int, names: Sequence[str]) -> list[int]:
+    shares = profile(row.segments, duration_us, cells, names)
+    return [round(1000 * share) for share in shares.ravel().tolist()]
 
 
 class _Strings:
-    """Texts by number, each stored once; -1 stands for the empty text and for what is beyond the capacity."""
+    """Texts by number, each stored once; -1 stands for the empty text."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._capacity = capacity
 
     def index(self, text: str) -> int:
-        if not text or (text not in self._numbers and len(self._numbers) >= self._capacity):
-            return -1
-        return self._numbers.setdefault(text, len(self._numbers))
+        return self._numbers.setdefault(text, len(self._numbers)) if text else -1
 
     @property
     def values(self) -> list[str]:

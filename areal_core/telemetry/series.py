@@ -27,11 +27,15 @@ class Curves:
     bucket_steps: int
 
 
-def build_curves(metrics: Sequence[Row], max_points: int) -> Curves:
-    """Gather the numeric metrics, averaging consecutive steps until at most `max_points` points are left."""
+def build_curves(metrics: Sequence[Row], max_points: int, only: Sequence[str] | None = None) -> Curves:
+    """Gather the numeric metrics, averaging consecutive steps until at most `max_points` points are left.
+
+    `only` names the metrics to gather; None stands for all.
+    """
     size = max(1, -(-len(metrics) // max_points))
     buckets = [metrics[first : first + size] for first in range(0, len(metrics), size)]
-    keys = [key for key in dict.fromkeys(key for row in metrics for key in row) if key not in ("step", "time_s")]
+    found = dict.fromkeys(key for row in metrics for key in row) if only is None else only
+    keys = [key for key in found if key not in ("step", "time_s")]
     columns = {key: [_numbers(bucket, key) for bucket in buckets] for key in keys}
     columns = {key: column for key, column in columns.items() if any(column)}
     spread = columns if size > 1 else {}

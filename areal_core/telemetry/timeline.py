@@ -131,14 +131,20 @@ def flatten(spans: Iterable[Row], origin_us: int = 0) -> list[Segment]:
     return segments
 
 
+def profile(segments: Sequence[Segment], duration_us: int, cells: int, names: Sequence[str]) -> npt.NDArray[np.float64]:
+    """Share of each of `cells` equal cells of the time that each name takes: an array [cells, names]."""
+    edges = np.linspace(0, duration_us, cells + 1)
+    before = [_time_before(edges, [segment for segment in segments if segment.name == name]) for name in names]
+    return np.diff(np.stack(before, axis=1), axis=0) / (duration_us / cells)
+
+
 def coarsen(segments: Sequence[Segment], duration_us: int, cells: int) -> list[Segment]:
     """Draw segments on a grid of `cells` equal cells; each cell shows what took most of it, gaps included."""
     names = sorted({segment.name for segment in segments})
     edges = np.linspace(0, duration_us, cells + 1)
-    covered = np.stack([_time_before(edges, [s for s in segments if s.name == name]) for name in names])
-    shares = np.diff(covered, axis=1)
-    gap = np.diff(edges) - shares.sum(axis=0)
-    winner = np.argmax(np.vstack([shares, gap]), axis=0)
+    shares = profile(segments, duration_us, cells, names)
+    gap = 1 - shares.sum(axis=1, keepdims=True)
+    winner = np.argmax(np.hstack([shares, gap]), axis=1)
     changes = np.flatnonzero(np.diff(winner)) + 1
     runs = zip([0, *changes.tolist()], [*changes.tolist(), cells], strict=True)
     return [
@@ -150,6 +156,8 @@ def coarsen(segments: Sequence[Segment], duration_us: int, cells: int) -> list[S
 
 def _time_before(times: npt.NDArray[np.float64], segments: Sequence[Segment]) -> npt.NDArray[np.float64]:
     """How much of the segments lies before each time."""
+    if not segments:
+        return np.zeros_like(times)
     bounds = np.array([(s.start_us, s.end_us) for s in segments], dtype=np.float64)
     total = np.concatenate([[0.0], np.cumsum(bounds[:, 1] - bounds[:, 0])])
     knots = np.stack([total[:-1], total[1:]], axis=1).ravel()

@@ -50,6 +50,51 @@ def test_a_finished_run(tmp_path, width):
     assert 'class="token' in dom
 
 
+# Touches everything a reader can touch, then leaves a mark with what the clicks should have changed.
+EVERYTHING = """
+setTimeout(() => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  for (const button of all("button")) button.click();
+  for (const details of all("details")) details.open = true;
+  for (const slider of all("input")) {
+    for (const value of [slider.min, slider.max]) { slider.value = value; slider.dispatchEvent(new Event("input")); }
+  }
+  for (const node of all("svg, svg rect, canvas, .token, .share-bar span")) {
+    const box = node.getBoundingClientRect();
+    for (const share of [0.02, 0.3, 0.98]) {
+      const [clientX, clientY] = [box.left + share * box.width, box.top + box.height / 2];
+      const at = { clientX, clientY, bubbles: true, buttons: 1 };
+      for (const kind of ["pointermove", "pointerleave"]) node.dispatchEvent(new PointerEvent(kind, at));
+    }
+  }
+  const canvas = all("canvas.main")[0];
+  if (canvas) {
+    for (const key of ["ArrowLeft", "ArrowRight", "+", "+", "-", "Home", "0", "x"]) {
+      canvas.dispatchEvent(new KeyboardEvent("keydown", { key }));
+    }
+    canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -900, ctrlKey: true, cancelable: true }));
+    canvas.dispatchEvent(new WheelEvent("wheel", { deltaX: 40, cancelable: true }));
+    canvas.dispatchEvent(new MouseEvent("dblclick", { clientX: 500 }));
+  }
+  const mark = all("#axis [aria-pressed=true]")[0].dataset.value;
+  setTimeout(() => { document.documentElement.dataset.touched = mark; }, 300);
+}, 300);
+"""
+
+
+def test_everything_can_be_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_core.telemetry.report_data.MAX_SEGMENTS", 300)  # so that the timeline has excerpts
+    write_synthetic_run(tmp_path / "run", 60)
+    path = write_report(tmp_path / "run")
+    page = path.read_text(encoding="utf-8").replace("</body>", f"<script>{EVERYTHING}</script></body>")
+    path.write_text(page, encoding="utf-8")
+    dom, console = open_page(path, tmp_path / "profile")
+    assert console == []
+    assert 'data-touched="time"' in dom
+    assert 'data-theme="dark"' in dom
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
+
+
 def write_nothing(run_dir):
     run_dir.mkdir()
 

@@ -11,6 +11,7 @@ from areal_core.telemetry import (
     MetricsLog,
     SampleLog,
     plot_summary,
+    plot_timelines,
     read_metrics,
     report_command,
     write_report,
@@ -181,7 +182,7 @@ def test_text_from_the_run_cannot_become_markup(tmp_path):
 
 
 def test_a_long_run_gives_a_small_report(tmp_path):
-    write_synthetic_run(tmp_path, 5_000, generators=3)
+    write_synthetic_run(tmp_path, 5_000)
     page = write_report(tmp_path)
     assert page.stat().st_size < 5_000_000
     data = embedded_data(page.read_text())
@@ -190,6 +191,42 @@ def test_a_long_run_gives_a_small_report(tmp_path):
     assert (data["samples"][0]["step"], data["samples"][-1]["step"]) == (1, 5_000)
     assert sum(len(row["flat"]) // 4 for row in data["timeline"]["rows"]) <= limits.MAX_SEGMENTS
     assert plot_summary(tmp_path, tmp_path / "a.svg").stat().st_size < 300_000
+
+
+def shares_of_row(data, row):
+    """Time by name: from the segments, and from the profile of the whole run."""
+    kinds = len(data["timeline"]["names"])
+    exact, profile = [0.0] * kinds, [0.0] * kinds
+    for index in range(0, len(row["flat"]), 4):
+        exact[row["flat"][index + 2]] += row["flat"][index + 1]
+    for index, share in enumerate(row["profile"]):
+        profile[index % kinds] += share / 1000 * data["timeline"]["duration"] * kinds / len(row["profile"])
+    return exact, profile
+
+
+def test_a_long_trace_keeps_its_shares_of_time_and_whole_excerpts(finished, monkeypatch):
+    full = report_data(read_run(finished))
+    assert full["timeline"]["excerpts"] == []
+    monkeypatch.setattr(limits, "MAX_SEGMENTS", 600)
+    thin = report_data(read_run(finished))
+    assert sum(len(row["flat"]) // 4 for row in thin["timeline"]["rows"]) <= 600
+    excerpts = thin["timeline"]["excerpts"]
+    assert (excerpts[0][0], excerpts[2][1]) == (0, pytest.approx(full["timeline"]["duration"], abs=2))
+    for before, after in zip(full["timeline"]["rows"], thin["timeline"]["rows"], strict=True):
+        exact, _ = shares_of_row(full, before)
+        _, profile = shares_of_row(thin, after)
+        assert profile == pytest.approx(exact, rel=0.02, abs=full["timeline"]["duration"] * 1e-4)
+        inside = [s for s in segments_of(before) if any(s[1] > low and s[0] < high for low, high in excerpts)]
+        assert segments_of(after) == inside
+
+
+def segments_of(row):
+    segments, end = [], 0
+    for index in range(0, len(row["flat"]), 4):
+        gap, duration, name, _ = row["flat"][index : index + 4]
+        segments.append((end + gap, end + gap + duration, name))
+        end += gap + duration
+    return segments
 
 
 def test_downsampling_keeps_means_and_extremes():
@@ -239,6 +276,23 @@ def test_report_command_writes_both_files(finished, capsys):
     assert "In 120 steps" in out
     assert str(finished / "report.html") in out
     xml.etree.ElementTree.fromstring((finished / "summary.svg").read_text())
+
+
+def test_timelines_of_two_runs_share_one_scale(finished, tmp_path):
+    write_synthetic_run(tmp_path / "sync", 40, eta=0)
+    path = plot_timelines({"synchronous": tmp_path / "sync", "asynchronous <1>": finished}, tmp_path / "both.svg")
+    picture = path.read_text()
+    xml.etree.ElementTree.fromstring(picture)
+    assert "asynchronous &lt;1&gt;" in picture
+    idle = [float(share) for share in re.findall(r"generators idle ([0-9.]+)%", picture)]
+    assert idle[0] > 25 > 5 > idle[1]
+    assert picture.count(">0 s<") == 2
+
+
+def test_timelines_need_traces(tmp_path):
+    for runs in ({}, {"empty": tmp_path}):
+        with pytest.raises(ValueError, match="runs with a trace"):
+            plot_timelines(runs, tmp_path / "both.svg")
 
 
 def test_rendering_is_deterministic(finished):

@@ -22,17 +22,18 @@ function fill(node, attributes, children) {
 const format = {
   compact(value) {
     if (value === null || value === undefined) return "–";
-    if (Number.isInteger(value) && Math.abs(value) < 10000) return String(value);
+    if (value < 0) return `−${format.compact(-value)}`;
+    if (Number.isInteger(value) && value < 10000) return String(value);
     for (const [factor, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-      if (Math.abs(value) >= 0.9995 * factor) return trim((value / factor).toPrecision(3)) + unit;
+      if (value >= 0.9995 * factor) return trim((value / factor).toPrecision(3)) + unit;
     }
-    if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1).replace("e-", "e−").replace(".0e", "e");
+    if (value !== 0 && value < 1e-3) return value.toExponential(1).replace("e-", "e−").replace(".0e", "e");
     return trim(value.toPrecision(3));
   },
   percent(value) {
     if (value === null || value === undefined) return "–";
     const shown = 100 * value;
-    return (shown !== 0 && Math.abs(shown) < 10 ? trim(shown.toPrecision(2)) : shown.toFixed(shown % 1 ? 1 : 0)) + " %";
+    return (shown !== 0 && Math.abs(shown) < 10 ? trim(shown.toPrecision(2)) : trim(shown.toFixed(1))) + "%";
   },
   seconds(value) {
     if (value === null || value === undefined) return "–";
@@ -62,6 +63,16 @@ function ticks(low, high, count) {
   const found = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) found.push(index * step);
   return found.map((value) => Number(value.toPrecision(12)));
+}
+
+// Powers of ten between low and high; with 2 and 5 in between when those are few.
+function logTicks(low, high) {
+  const factors = high / low < 300 ? [1, 2, 5] : [1];
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1) {
+    found.push(...factors.map((factor) => Number((factor * 10 ** power).toPrecision(3))));
+  }
+  return found.filter((value) => value >= low && value <= high);
 }
 
 // --- colours -------------------------------------------------------------------------------------------------------

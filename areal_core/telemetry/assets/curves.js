@@ -33,7 +33,7 @@ const PANELS = {
   ],
 };
 const SHOWN_ELSEWHERE = /^(time|count|tokens)\/|^version$|\/version$/;
-const MAJOR_EVENTS = new Set(["generator_restart", "resume", "interrupted", "failed"]);
+const MARKED_EVENTS = new Set(["generator_restart", "resume", "interrupted", "failed"]);
 
 const view = { axis: "step", window: 1, charts: [] };
 const hasTime = DATA.curves.times.some((time) => time !== null);
@@ -86,9 +86,9 @@ function startControls() {
 }
 
 function describeEvents() {
-  const major = DATA.events.filter((event) => MAJOR_EVENTS.has(event.kind) && event.step !== null);
-  if (!major.length) return;
-  const kinds = [...new Set(major.map((event) => words(event.kind)))];
+  const marked = DATA.events.filter((event) => MARKED_EVENTS.has(event.kind) && event.step !== null);
+  if (!marked.length) return;
+  const kinds = [...new Set(marked.map((event) => words(event.kind)))];
   document.getElementById("event-legend").textContent = `Dashed red lines mark events (${kinds.join(", ")}).`;
 }
 
@@ -110,6 +110,16 @@ function smoothed(values, window) {
   });
 }
 
+// The same for a curve most of whose values are missing: the window covers as many points of the axis, few values.
+function smoothedSparse(values, window) {
+  const present = values.filter((value) => value !== null);
+  const few = Math.round((window * present.length) / values.length);
+  if (few <= 1) return values;
+  const averages = smoothed(present, few);
+  let next = 0;
+  return values.map((value) => (value === null ? null : averages[next++]));
+}
+
 // The value below which a share of the sorted numbers lies.
 function quantile(sorted, share) {
   return sorted[Math.min(sorted.length - 1, Math.max(0, Math.round(share * (sorted.length - 1))))];
@@ -121,7 +131,7 @@ class Chart {
     this.lines = lines.map(([key, label, variable]) => {
       const values = DATA.curves.values[key];
       const present = values.filter((value) => value !== null).length;
-      return { key, label, variable, values, sparse: present < 0.5 * values.length,
+      return { key, label, variable, values, present, sparse: present < 0.5 * values.length,
         low: DATA.curves.low[key], high: DATA.curves.high[key] };
     });
     this.show = spec.percent ? format.percent : format.compact;
@@ -148,7 +158,7 @@ class Chart {
     if (!width) return; // inside a closed <details>
     this.box = { left: 46, right: width - 8, top: 8, bottom: height - 22 };
     this.xs = view.axis === "time" && hasTime ? DATA.curves.times : DATA.curves.steps;
-    for (const line of this.lines) line.shown = line.sparse ? line.values : smoothed(line.values, view.window);
+    for (const line of this.lines) line.shown = (line.sparse ? smoothedSparse : smoothed)(line.values, view.window);
     this.scaleX();
     this.scaleY();
     const clip = `clip-${view.charts.indexOf(this)}`;
@@ -167,6 +177,7 @@ class Chart {
     const known = this.xs.filter((x) => x !== null);
     let [low, high] = [Math.min(...known), Math.max(...known)];
     if (!(high > low)) [low, high] = [low - 1, low + 1];
+    if (low > 0 && low < 0.05 * high) low = 0;
     const { left, right } = this.box;
     this.domain = [low, high];
     this.x = (value) => left + ((value - low) / (high - low)) * (right - left);
@@ -178,7 +189,7 @@ class Chart {
     const thin = this.lines.flatMap((line) => line.values).filter((value) => value !== null).sort((a, b) => a - b);
     let low = Math.min(...thick, quantile(thin, 0.005));
     let high = Math.max(...thick, quantile(thin, 0.995));
-    this.log = this.spec.log === "auto" && low > 0 && high / quantile(thin, 0.5) > 30;
+    this.log = this.spec.log === "auto" && low > 0 && high / quantile(thin, 0.5) > 12;
     if ((this.spec.zero || this.spec.percent) && low >= 0) low = 0;
     if (!(high > low)) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     const { top, bottom } = this.box;
@@ -193,52 +204,46 @@ class Chart {
   axes() {
     const { left, right, top, bottom } = this.box;
     const parts = [];
-    const levels = this.log
-      ? ticks(...this.range, 4).filter(Number.isInteger).map((power) => 10 ** power)
-      : ticks(...this.range, 4);
+    const levels = this.log ? logTicks(...this.range.map((power) => 10 ** power)) : ticks(...this.range, 4);
     for (const level of levels) {
       const y = this.y(level);
       parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
         svg("text", { x: left - 6, y: y + 3.5, "text-anchor": "end" }, this.show(level)));
     }
     const [unit, name] = this.timeUnit();
-    for (const tick of ticks(this.domain[0] / unit, this.domain[1] / unit, Math.max(2, (right - left) / 80))) {
-      parts.push(svg("text", { x: this.x(tick * unit), y: bottom + 15, "text-anchor": "middle" }, `${format.compact(tick)}${name}`));
+    for (const tick of ticks(this.domain[0] / unit, this.domain[1] / unit, Math.max(2, (right - left) / 64))) {
+      parts.push(svg("text", { x: this.x(tick * unit), y: bottom + 15, "text-anchor": "middle" }, format.compact(tick)));
     }
     parts.push(svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
-    if (this.log) parts.push(svg("text", { x: left + 4, y: top + 8 }, "log scale"));
+    parts.push(svg("text", { class: "unit", x: left - 14, y: bottom + 15, "text-anchor": "end" }, name));
+    if (this.log) parts.push(svg("text", { class: "unit", x: left + 4, y: top + 8 }, "log scale"));
     return parts;
   }
 
   timeUnit() {
-    if (this.xs !== DATA.curves.times) return [1, ""];
-    return this.domain[1] > 7200 ? [3600, " h"] : this.domain[1] > 180 ? [60, " min"] : [1, " s"];
+    if (this.xs !== DATA.curves.times) return [1, "step"];
+    return this.domain[1] > 7200 ? [3600, "h"] : this.domain[1] > 180 ? [60, "min"] : [1, "s"];
   }
 
   events() {
     const { top, bottom } = this.box;
-    const parts = [];
-    for (const event of DATA.events) {
-      const at = this.xs === DATA.curves.times ? event.time : event.step;
-      if (at === null || at < this.domain[0] || at > this.domain[1]) continue;
-      const x = this.x(at);
-      parts.push(MAJOR_EVENTS.has(event.kind)
-        ? svg("line", { class: "event", x1: x, x2: x, y1: top, y2: bottom })
-        : svg("line", { class: "event-minor", x1: x, x2: x, y1: bottom, y2: bottom + 4 }));
-    }
-    return parts;
+    return DATA.events.filter((event) => MARKED_EVENTS.has(event.kind))
+      .map((event) => (this.xs === DATA.curves.times ? event.time : event.step))
+      .filter((at) => at !== null && at >= this.domain[0] && at <= this.domain[1])
+      .map((at) => svg("line", { class: "event", x1: this.x(at), x2: this.x(at), y1: top, y2: bottom }));
   }
 
   drawLine(parent, line) {
     const paint = `var(${line.variable})`;
     if (line.low && !line.sparse) parent.append(svg("path", { class: "band", d: this.bandPath(line), style: `fill:${paint}` }));
-    if (!line.sparse && view.window > 1) {
-      parent.append(svg("path", { class: "raw", d: this.path(line.values, false), style: `stroke:${paint}` }));
+    if (line.shown !== line.values) {
+      parent.append(svg("path", { class: "raw", d: this.path(line.values, line.sparse), style: `stroke:${paint}` }));
     }
     parent.append(svg("path", { class: "curve", d: this.path(line.shown, line.sparse), style: `stroke:${paint}` }));
+    const dotted = line.sparse && line.present < (this.box.right - this.box.left) / 9;
     const alone = (index) => (line.shown[index - 1] ?? null) === null && (line.shown[index + 1] ?? null) === null;
     line.shown.forEach((value, index) => {
-      if (value !== null && this.xs[index] !== null && (line.sparse || alone(index))) {
+      if (value !== null && this.xs[index] !== null && (dotted || (!line.sparse && alone(index)))) {
         parent.append(svg("circle", { cx: this.x(this.xs[index]), cy: this.y(value), r: 2.6, style: `fill:${paint}` }));
       }
     });

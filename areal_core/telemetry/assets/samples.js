@@ -4,16 +4,19 @@ function startShares() {
   const parent = document.getElementById("shares");
   for (const { title, seconds } of DATA.shares) {
     const rank = ([name]) => (KNOWN_SPANS.indexOf(name) + 1 || KNOWN_SPANS.length - 2.5) + (name === "not traced" ? 99 : 0);
-    const parts = Object.entries(seconds).sort((a, b) => rank(a) - rank(b));
-    const total = parts.reduce((sum, [, value]) => sum + value, 0);
+    const total = Object.values(seconds).reduce((sum, value) => sum + value, 0);
+    const parts = Object.entries(seconds).filter(([, value]) => value >= 5e-4 * total).sort((a, b) => rank(a) - rank(b));
     const bar = element("div", { class: "share-bar" }, ...parts.map(([name, value]) => {
       const share = value / total;
-      const piece = element("span", { class: isIdle(name) ? "quiet" : null, style: `flex:${value} 0 0;background:var(${spanVariable(name)})` },
-        share > 0.11 ? words(name) : "");
+      const piece = element("span", { class: isIdle(name) ? "quiet" : null, style: `flex:${value} 0 0;background:var(${spanVariable(name)})` });
       piece.addEventListener("pointermove", (event) => showTooltip(event, element("b", {}, `${title}: ${words(name)}`),
         tooltipTable([[null, "time", format.seconds(value)], [null, "share", format.percent(share)]])));
       piece.addEventListener("pointerleave", hideTooltip);
       return piece;
+    }));
+    onResize(bar, () => parts.forEach(([name, value], index) => { // a name where there is room for it
+      const room = (bar.clientWidth * value) / total;
+      bar.children[index].textContent = room > 8 * words(name).length + 12 ? words(name) : "";
     }));
     const keys = element("div", { class: "share-keys" }, ...parts.map(([name, value]) => element("span", {},
       swatch(spanVariable(name), true), `${words(name)} ${format.percent(Number((value / total).toFixed(3)))}`)));
@@ -97,7 +100,7 @@ class SampleColumn {
     const shown = versions.length > 4 ? `${versions[0]} … ${versions.at(-1)}` : versions.join(", ");
     this.step.textContent = sample.step === null ? "" : `step ${sample.step}`;
     this.facts.replaceChildren(...[fact("reward", sample.reward === null ? null : format.compact(sample.reward)),
-      fact("advantage", sample.advantage === null ? null : format.compact(sample.advantage).replace("-", "−")),
+      fact("advantage", sample.advantage === null ? null : format.compact(sample.advantage)),
       fact("tokens", String(sample.length)), fact("versions", shown || null), fact("trained at", `v${sample.version}`),
       fact("finish", sample.finish || null)].filter((part) => part !== null));
     this.text.replaceChildren(element("span", { class: "prompt" }, sample.prompt), " ", ...sample.tokens.flatMap((token, index) => this.token(token, index)));

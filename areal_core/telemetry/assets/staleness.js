@@ -24,7 +24,7 @@ function ageHistogram(total) {
   const bars = Math.max(counts.length, eta === null ? 0 : Math.min(eta + 1, 2 * counts.length + 3), 3);
   const highest = Math.max(...counts) / total;
   return agePanel("Token age at consumption, versions", (picture, width, height) => {
-    const [left, right, top, bottom] = [46, width - 8, 16, height - 22];
+    const [left, right, top, bottom] = [46, width - 8, 26, height - 22];
     const slot = (right - left) / bars;
     const y = (share) => bottom - (share / (highest * 1.05)) * (bottom - top);
     const parts = ticks(0, highest * 1.05, 4).flatMap((level) => [
@@ -50,8 +50,9 @@ function ageHistogram(total) {
     parts.push(svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
     if (eta !== null && eta + 1 <= bars) {
       const x = left + slot * (eta + 1);
-      parts.push(svg("line", { class: "eta", x1: x, x2: x, y1: top - 8, y2: bottom }),
-        svg("text", { x: x - 5, y: top + 2, "text-anchor": "end", style: "fill:var(--mark)" }, `bound η = ${eta}`));
+      const before = x > (left + right) / 2; // the side of the line that has room for the text
+      parts.push(svg("line", { class: "eta", x1: x, x2: x, y1: 2, y2: bottom }),
+        svg("text", { x: before ? x - 5 : x + 5, y: 10, "text-anchor": before ? "end" : "start", style: "fill:var(--mark)" }, `bound η = ${eta}`));
     }
     picture.replaceChildren(...parts);
   });
@@ -62,7 +63,8 @@ function ageCourse() {
   const ages = shares[0].length;
   return agePanel("Ages over the run, share of tokens", (picture, width, height) => {
     const [left, right, top, bottom] = [46, width - 8, 8, height - 22];
-    const x = (step) => left + ((step - steps[0]) / (steps.at(-1) - steps[0])) * (right - left);
+    const first = steps[0] < 0.05 * steps.at(-1) ? 0 : steps[0];
+    const x = (step) => left + ((step - first) / (steps.at(-1) - first)) * (right - left);
     const y = (share) => bottom - share * (bottom - top);
     const below = shares.map(() => 0);
     const parts = [];
@@ -75,13 +77,14 @@ function ageCourse() {
     for (const level of [0, 0.25, 0.5, 0.75, 1]) {
       parts.push(svg("text", { x: left - 6, y: y(level) + 3.5, "text-anchor": "end" }, format.percent(level)));
     }
-    for (const tick of ticks(steps[0], steps.at(-1), Math.max(2, (right - left) / 80))) {
+    for (const tick of ticks(first, steps.at(-1), Math.max(2, (right - left) / 64))) {
       parts.push(svg("text", { x: x(tick), y: bottom + 15, "text-anchor": "middle" }, format.compact(tick)));
     }
+    parts.push(svg("text", { class: "unit", x: left - 14, y: bottom + 15, "text-anchor": "end" }, "step"));
     const area = svg("rect", { x: left, y: top, width: right - left, height: bottom - top, fill: "transparent" });
     area.addEventListener("pointermove", (event) => {
       const share = (event.clientX - picture.getBoundingClientRect().left - left) / (right - left);
-      const wanted = steps[0] + share * (steps.at(-1) - steps[0]);
+      const wanted = first + share * (steps.at(-1) - first);
       let nearest = 0;
       steps.forEach((step, index) => { if (Math.abs(step - wanted) < Math.abs(steps[nearest] - wanted)) nearest = index; });
       showTooltip(event, element("b", {}, `step ${Math.round(steps[nearest])}`), tooltipTable(shares[nearest]

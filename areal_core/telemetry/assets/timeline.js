@@ -64,8 +64,11 @@ class TimelineView {
   }
 
   head() {
-    const keys = element("span", { class: "keys" }, ...this.order.map((index) => element("span", {},
-      swatch(spanVariable(this.trace.names[index]), true), words(this.trace.names[index]))));
+    const names = this.order.map((index) => this.trace.names[index]);
+    const busy = names.filter((name) => !isIdle(name)).map((name) => [name, words(name)]);
+    const idle = names.filter(isIdle);
+    const keys = element("span", { class: "keys" }, ...[...busy, ...(idle.length ? [[idle[0], idle.map(words).join(", ")]] : [])]
+      .map(([name, text]) => element("span", {}, swatch(spanVariable(name), true), text)));
     const button = (text, title, act) => {
       const node = element("button", { type: "button", title }, text);
       node.addEventListener("click", act);
@@ -78,11 +81,13 @@ class TimelineView {
   }
 
   describe() {
-    const coarse = this.rows.filter((row) => row.resolution > 0);
     const texts = ["Who was busy with what. Grey is idle time; its share of the visible stretch stands at the right. Where segments are",
       "narrower than a pixel, the height of a colour is its share of the time. Drag to move, Ctrl + wheel to zoom, double-click to look closer;",
       "the strip below shows the whole run."];
-    if (coarse.length) texts.push(`This long run is drawn at a resolution of ${format.seconds(Math.max(...coarse.map((row) => row.resolution)) / 1e6)}.`);
+    if (this.trace.excerpts.length) {
+      const length = format.seconds((this.trace.excerpts[0][1] - this.trace.excerpts[0][0]) / 1e6);
+      texts.push(`Of this long run the first, the middle and the last ${length} can be seen span by span; the rest as shares of time.`);
+    }
     if (this.trace.dropped) texts.push(`The trace is full: ${format.compact(this.trace.dropped)} later events were dropped.`);
     return element("p", { class: "caption" }, texts.join(" "));
   }
@@ -90,11 +95,17 @@ class TimelineView {
   // A few steps from the middle of the run, beginning where the trainer begins to wait.
   firstRange() {
     const row = this.rows.find((candidate) => candidate.process === "trainer") ?? this.rows[0];
-    const first = row.names[firstEndingAfter(row, this.trace.duration * 0.45)];
-    const begins = [...row.starts.keys()].filter((index) => row.names[index] === (this.trace.names.includes("wait") ? this.trace.names.indexOf("wait") : first));
-    if (row.resolution || begins.length < 12) return [0, this.trace.duration];
+    const wait = this.trace.names.indexOf("wait");
+    const begins = [...row.starts.keys()].filter((index) => row.names[index] === (wait < 0 ? row.names[0] : wait));
+    if (begins.length < 12) return [0, this.trace.duration];
     const middle = Math.floor(begins.length * 0.45);
     return [row.starts[begins[middle]], row.starts[begins[Math.min(middle + 8, begins.length - 1)]]];
+  }
+
+  // Whether the segments of this stretch are known, not only its profile.
+  isDetailed([from, to]) {
+    const { excerpts } = this.trace;
+    return !excerpts.length || excerpts.some(([start, end]) => from >= start && to <= end);
   }
 
   show(from, to) {
@@ -203,13 +214,18 @@ class TimelineView {
     return context;
   }
 
-  drawRow(context, row, y, height, left, right, [from, to], labels) {
+  drawRow(context, row, y, height, left, right, range, labels) {
+    const [from, to] = range;
+    if (!this.isDetailed(range)) {
+      this.drawStacks(context, this.profileColumns(row, range, Math.ceil(right - left)), y, height, left);
+      return;
+    }
     const first = firstEndingAfter(row, from);
     let last = first;
     while (last < row.starts.length && row.starts[last] < to) last += 1;
     const scale = (right - left) / (to - from);
     if (last - first > (right - left) / 3) {
-      this.drawDense(context, row, first, last, y, height, left, right, from, scale);
+      this.drawStacks(context, this.segmentColumns(row, first, last, Math.ceil(right - left), from, scale), y, height, left);
       return;
     }
     for (let index = first; index < last; index += 1) {
@@ -228,9 +244,8 @@ class TimelineView {
     }
   }
 
-  // Columns of pixels, each a stack of what filled its time, idle on top.
-  drawDense(context, row, first, last, y, height, left, right, from, scale) {
-    const columns = Math.ceil(right - left);
+  // What fills the time of each column of pixels: [column * names + name] -> share.
+  segmentColumns(row, first, last, columns, from, scale) {
     const kinds = this.trace.names.length;
     const filled = new Float32Array(columns * kinds);
     for (let index = first; index < last; index += 1) {
@@ -240,7 +255,28 @@ class TimelineView {
         filled[column * kinds + row.names[index]] += Math.min(end, column + 1) - Math.max(start, column);
       }
     }
+    return filled;
+  }
+
+  profileColumns(row, [from, to], columns) {
+    const kinds = this.trace.names.length;
+    const filled = new Float32Array(columns * kinds);
+    const cells = row.profile.length / kinds;
+    const perColumn = ((to - from) / this.trace.duration) * (cells / columns); // cells in one column
     for (let column = 0; column < columns; column += 1) {
+      const start = (from / this.trace.duration) * cells + column * perColumn;
+      for (let cell = Math.floor(start); cell < Math.min(cells, start + perColumn); cell += 1) {
+        const weight = (Math.min(cell + 1, start + perColumn) - Math.max(cell, start)) / perColumn / 1000;
+        for (let kind = 0; kind < kinds; kind += 1) filled[column * kinds + kind] += weight * row.profile[cell * kinds + kind];
+      }
+    }
+    return filled;
+  }
+
+  // Each column a stack of what filled its time, idle on top.
+  drawStacks(context, filled, y, height, left) {
+    const kinds = this.trace.names.length;
+    for (let column = 0; column < filled.length / kinds; column += 1) {
       let bottom = y + height;
       for (const kind of this.order) {
         const part = filled[column * kinds + kind] * height;
@@ -265,10 +301,16 @@ class TimelineView {
   idleShare(row) {
     const [from, to] = this.range;
     let [idle, all] = [0, 0];
-    for (let index = firstEndingAfter(row, from); index < row.starts.length && row.starts[index] < to; index += 1) {
-      const length = Math.min(row.ends[index], to) - Math.max(row.starts[index], from);
+    const count = (length, name) => {
       all += length;
-      if (isIdle(this.trace.names[row.names[index]])) idle += length;
+      if (isIdle(this.trace.names[name])) idle += length;
+    };
+    if (this.isDetailed(this.range)) {
+      for (let index = firstEndingAfter(row, from); index < row.starts.length && row.starts[index] < to; index += 1) {
+        count(Math.min(row.ends[index], to) - Math.max(row.starts[index], from), row.names[index]);
+      }
+    } else {
+      this.profileColumns(row, this.range, 200).forEach((share, index) => count(share, index % this.trace.names.length));
     }
     return all > 0 ? Number((idle / all).toFixed(3)) : null;
   }
@@ -295,12 +337,10 @@ class TimelineView {
     const name = unit === 3600 ? " h" : unit === 60 ? " min" : " s";
     context.fillStyle = this.soft;
     context.textAlign = "center";
-    const marks = ticks(from / unit, to / unit, Math.max(2, (right - left) / 110));
-    const digits = marks.length > 1 ? Math.max(0, -Math.floor(Math.log10(marks[1] - marks[0]) + 1e-9)) : 2;
-    for (const tick of marks) {
+    for (const tick of ticks(from / unit, to / unit, Math.max(2, (right - left) / 110))) {
       const x = left + ((tick * unit - from) / (to - from)) * (right - left);
       context.fillRect(x, height - 21, 1, 4);
-      context.fillText(tick.toFixed(Math.min(digits, 6)) + name, x, height - 9);
+      context.fillText(trim(tick.toFixed(6)) + name, x, height - 9);
     }
     context.textAlign = "left";
   }
@@ -326,6 +366,13 @@ class TimelineView {
     const time = from + share * (to - from);
     const near = this.trace.instants.filter(([at]) => Math.abs(at - time) < ((to - from) / this.main.clientWidth) * 4).slice(0, 3)
       .map(([, name]) => element("div", { class: "faint" }, name));
+    if (!this.isDetailed(this.range)) {
+      const width = (to - from) / 200;
+      const shares = [...this.profileColumns(row, [time - width / 2, time + width / 2], 1)].map((value, kind) => [kind, value]);
+      return showTooltip(event, element("b", {}, `${row.label}, around ${format.seconds(time / 1e6)}`), tooltipTable(shares
+        .filter(([, value]) => value > 5e-4).sort((a, b) => b[1] - a[1])
+        .map(([kind, value]) => [spanVariable(this.trace.names[kind]), words(this.trace.names[kind]), format.percent(value)])));
+    }
     const index = firstEndingAfter(row, time);
     const found = index < row.starts.length && row.starts[index] <= time;
     if (!found) return showTooltip(event, element("b", {}, row.label), element("div", {}, `not traced, at ${format.seconds(time / 1e6)}`), ...near);
