@@ -21,4 +21,9 @@ class KernelRow:
     shared_bytes: int = 48 * 1024  # at most, static
 
 
-KERNELS: tuple[KernelRow, ...] = ()
+KERNELS: tuple[KernelRow, ...] = (
+    KernelRow(r"::copy_segments_kernel<uint4>", registers=48, wide_loads=4, wide_stores=4, shared_bytes=10 * 1024),
+    KernelRow(r"::copy_segments_kernel<unsigned \w+>", registers=32, shared_bytes=10 * 1024),
+    KernelRow(r"::mask_extents_kernel", registers=32, shared_bytes=0),
+    KernelRow(r"::position_ids_kernel", registers=32, shared_bytes=0),
+)
