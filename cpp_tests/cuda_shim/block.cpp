@@ -90,10 +90,12 @@ void Block::run_thread() {
   Thread& self = running_thread();
   Block& block = *self.owner;
   try {
+    race::watch(true);
     block.body_();
   } catch (...) {
     if (!block.error_) block.error_ = std::current_exception();
   }
+  race::watch(false);
   self.state = ThreadState::kDone;
   switch_fiber(self.fiber, block.scheduler_, true);
 }
@@ -128,6 +130,7 @@ void Block::draw_ranks() {
 }
 
 int Block::barrier(BarrierKind kind, bool predicate, Location where) {
+  const race::Unwatched scope;
   if (at_barrier_ == 0) {
     barrier_kind_ = kind;
     barrier_where_ = where;

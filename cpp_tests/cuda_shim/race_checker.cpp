@@ -39,7 +39,6 @@ class Checker {
     block_indices_.assign(1, uint3{});
     seen_.clear();
     findings_.clear();
-    active_ = true;
   }
 
   void begin_block(unsigned threads, const BlockMemory& memory) {
@@ -52,7 +51,6 @@ class Checker {
   }
 
   void end_launch() {
-    active_ = false;
     if (findings_.empty()) return;
     std::ostringstream out;
     out << "cuda_shim: kernel '" << kernel_ << "':";
@@ -61,14 +59,14 @@ class Checker {
   }
 
   HappensBefore& order() { return order_; }
+  void watch(bool on) { watching_ = on; }
 
   void access(uintptr_t address, size_t bytes, bool writes, bool atomic, uintptr_t pc) {
-    // busy_: the containers used below may share instrumented instantiations with the test.
-    if (!active_ || busy_ || current == nullptr) return;
+    if (!watching_) return;
     for (const Region& region : unwatched_) {
       if (region.contains(address)) return;
     }
-    busy_ = true;
+    watching_ = false;  // nor are the containers used below
     const unsigned thread = current->linear;
     block_indices_.back() = current->block_index;
     const Access now{order_.block(),
@@ -84,7 +82,7 @@ class Checker {
       remember(cell, now, writes);
     });
     if (atomic) order_.atomic(thread, address);
-    busy_ = false;
+    watching_ = true;
   }
 
  private:
@@ -157,7 +155,7 @@ class Checker {
     findings_.push_back(out.str());
   }
 
-  bool active_ = false, busy_ = false;
+  bool watching_ = false;
   std::string kernel_;
   Shadow shadow_;
   HappensBefore order_;
@@ -175,6 +173,7 @@ Checker& checker() {
 
 }  // namespace
 
+void watch(bool on) { checker().watch(on); }
 void on_launch(const char* kernel) { checker().begin_launch(kernel); }
 void on_block(unsigned threads, const BlockMemory& memory) { checker().begin_block(threads, memory); }
 void on_barrier() { checker().order().barrier(); }
@@ -192,6 +191,9 @@ namespace cuda_shim {
 void note_atomic(const void* address, size_t bytes, const void* pc) {
   race::checker().access(reinterpret_cast<uintptr_t>(address), bytes, true, true, reinterpret_cast<uintptr_t>(pc));
 }
-void note_fence() { race::checker().order().fence(current->linear); }
+void note_fence() {
+  const race::Unwatched scope;
+  race::checker().order().fence(current->linear);
+}
 
 }  // namespace cuda_shim

@@ -16,6 +16,16 @@ struct BlockMemory {
   size_t threads_bytes;
 };
 
+// Whether kernel code runs. What the shim does on a thread's behalf is not watched: the linker may have given it an
+// instrumented copy of an inline function of the standard library.
+void watch(bool on);
+struct Unwatched {
+  Unwatched() { watch(false); }
+  Unwatched(const Unwatched&) = delete;
+  Unwatched& operator=(const Unwatched&) = delete;
+  ~Unwatched() { watch(true); }
+};
+
 void on_launch(const char* kernel);
 void on_block(unsigned threads, const BlockMemory& memory);
 void on_barrier();

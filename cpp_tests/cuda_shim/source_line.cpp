@@ -11,6 +11,19 @@
 extern "C" const char __executable_start[];  // set by the linker
 
 namespace cuda_shim::race {
+namespace {
+
+constexpr int kFramesShown = 3;
+
+bool is_shim_header(const std::string& place) {
+  for (const char* header :
+       {"atomics.h:", "device_math.h:", "engine.h:", "intrinsics.h:", "std_function.h:", "tuple:"}) {
+    if (place.rfind(header, 0) == 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
 
 uintptr_t program_start() { return reinterpret_cast<uintptr_t>(__executable_start); }
 
@@ -20,20 +33,17 @@ std::string source_line(uintptr_t return_address) {
           << " 2>/dev/null";
   FILE* pipe = popen(command.str().c_str(), "r");
   if (pipe == nullptr) return "?";
-  std::string place = "?";
-  bool found = false;  // the first frame, innermost first, that is the kernel's
+  std::string places;
+  int shown = 0;
   for (char line[1024]; std::fgets(line, sizeof line, pipe) != nullptr;) {
-    if (found) continue;
-    const std::string text(line, std::strcspn(line, " \n"));
-    const size_t slash = text.rfind('/');
-    place = slash == std::string::npos ? text : text.substr(slash + 1);
-    found = true;
-    for (const char* header : {"atomics.h:", "device_math.h:", "intrinsics.h:"}) {
-      if (place.rfind(header, 0) == 0) found = false;
-    }
+    const std::string path(line, std::strcspn(line, " \n"));
+    const size_t slash = path.rfind('/');
+    const std::string place = slash == std::string::npos ? path : path.substr(slash + 1);
+    if (is_shim_header(place) || shown == kFramesShown) continue;
+    places += (shown++ == 0 ? "" : " < ") + place;
   }
   pclose(pipe);
-  return place;
+  return places.empty() ? "?" : places;
 }
 
 std::string variable_name(const char* mangled) {

@@ -8,7 +8,8 @@ namespace cuda_shim::race {
 
 uintptr_t program_start();
 
-// "file.cuh:12" of the call before the return address, skipping frames inlined from the shim's own headers.
+// Where the call before the return address is: "vec.cuh:12 < x_kernels.cuh:34", a line and those it was inlined into,
+// innermost first, without the shim's own headers.
 std::string source_line(uintptr_t return_address);
 
 // "part" from the mangled name of a function's static variable; other names as they are.

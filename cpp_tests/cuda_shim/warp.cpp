@@ -30,6 +30,7 @@ Meeting& Warp::meeting_for(WarpOp op, uint32_t mask, unsigned lane, Location whe
 }
 
 LaneValues Block::warp_meet(WarpOp op, uint32_t mask, uint64_t value, Location where) {
+  const race::Unwatched scope;
   Thread& self = running_thread();
   Warp& warp = warps_[self.warp];
   if (!(mask >> self.lane & 1)) {
@@ -55,6 +56,7 @@ LaneValues Block::warp_meet(WarpOp op, uint32_t mask, uint64_t value, Location w
 }
 
 void Block::warp_leave() {
+  const race::Unwatched scope;
   Thread& self = running_thread();
   Meeting& meeting = *self.meeting;
   self.meeting = nullptr;
