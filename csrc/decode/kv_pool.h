@@ -1,0 +1,55 @@
+// Keys and values in pages of kPage positions, shared by reference count: the samples of one request read the same
+// pages of their prompt. A page spans all layers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "decode/buffer.h"
+#include "decode/decoder_config.h"
+#include "decode/kernels.h"
+
+namespace areal::decode {
+
+class KvPool {
+ public:
+  // Memory is committed page by page as it is first used.
+  KvPool(const DecoderConfig& config, int64_t pages);
+
+  KvLayer layer(int64_t index);
+  int32_t allocate();  // with one reference; throws areal::Error when none is left
+  void retain(int32_t page) { ++references_[static_cast<size_t>(page)]; }
+  void release(int32_t page);
+  void copy(int32_t from, int32_t to);  // all layers
+  int64_t free_pages() const { return static_cast<int64_t>(free_.size()); }
+
+ private:
+  int64_t num_layers_, pages_, page_floats_;
+  KvLayer shape_;
+  Buffer<float> storage_;  // [layers][pages][kv_heads][head_floats]
+  std::vector<int32_t> references_;
+  std::vector<int32_t> free_;  // last in, first out: recently used pages are warm
+};
+
+// The pages of one sequence, in order of position. Owns a reference to each.
+class PageTable {
+ public:
+  explicit PageTable(KvPool& pool) : pool_(&pool) {}
+  PageTable(const PageTable&) = delete;
+  PageTable& operator=(const PageTable&) = delete;
+  ~PageTable();
+
+  const int32_t* data() const { return pages_.data(); }
+  // Grows to hold `positions` positions.
+  void reserve_positions(int64_t positions);
+  // Becomes a copy of the first `positions` positions of other: whole pages are shared, a partial last one is copied.
+  void fork(const PageTable& other, int64_t positions);
+  // Copies the partial last page of the first `positions` positions again, after other has changed.
+  void refresh_fork(const PageTable& other, int64_t positions);
+
+ private:
+  KvPool* pool_;
+  std::vector<int32_t> pages_;
+};
+
+}  // namespace areal::decode
