@@ -16,3 +16,18 @@ def partition_balanced(
     equal_size: bool,
     max_tokens: int | None,
 ) -> list[list[int]]: ...
+
+class DecodeSampling:
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    seed: int
+    def __init__(
+        self, *, max_new_tokens: int, temperature: float, top_p: float, top_k: int, stop_token_ids: list[int], seed: int
+    ) -> None: ...
+
+class DecodeEngine:
+    def __init__(self, **shape_and_options: float | bool) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...

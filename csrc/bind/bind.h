@@ -5,6 +5,7 @@
 
 namespace areal::bind {
 
+void register_decode(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
 

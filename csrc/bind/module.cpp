@@ -46,6 +46,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_active_isa", [](const std::string& name) { areal::set_active_isa(parse_isa(name)); });
   m.def("num_threads", &areal::num_threads);
 
+  areal::bind::register_decode(m);
   areal::bind::register_packing(m);
   areal::bind::register_reshard(m);
 }
