@@ -65,6 +65,19 @@ def gather_settings(run: RunData) -> list[tuple[str, str]]:
     return [(label, "∞" if value == math.inf else str(value)) for label, value in found if value is not None]
 
 
+def nonfinite_notes(run: RunData) -> list[str]:
+    """For each metric that was NaN or infinite: in how many steps, and where first."""
+    steps: dict[str, list[int]] = {}
+    for row in run.metrics:
+        names = row.get("nonfinite")
+        for key in names if isinstance(names, dict) else ():
+            steps.setdefault(key, []).append(row["step"])
+    return [
+        f"{key} was not finite in {len(where)} {'step' if len(where) == 1 else 'steps'}, first in step {where[0]}"
+        for key, where in steps.items()
+    ]
+
+
 def accuracy_change(run: RunData) -> Change | None:
     """From the evaluations when there are two, otherwise from the first and the last tenth of the training steps."""
     for key, kind in (("eval/accuracy_greedy", "greedy evaluation"), ("eval/accuracy_sampled", "sampled evaluation")):

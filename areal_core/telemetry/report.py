@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_core import __version__
 from areal_core.telemetry.assets import asset
-from areal_core.telemetry.facts import gather_facts, gather_settings, summarize
+from areal_core.telemetry.facts import gather_facts, gather_settings, nonfinite_notes, summarize
 from areal_core.telemetry.format import compact, duration, finite
 from areal_core.telemetry.jsonl import replace_file
 from areal_core.telemetry.report_data import MAX_EVENTS, report_json
@@ -61,7 +61,9 @@ def render_report(run: RunData) -> str:
     slots = {
         "title": html.escape(run.name),
         "summary": html.escape(summarize(run)),
-        "problems": "".join(f'<p class="note warning">{html.escape(text)}.</p>' for text in run.problems),
+        "problems": "".join(
+            f'<p class="note warning">{html.escape(text)}.</p>' for text in (*run.problems, *nonfinite_notes(run))
+        ),
         "facts": "".join(
             f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}<small>{html.escape(note)}</small></dd></div>"
             for label, value, note in gather_facts(run)

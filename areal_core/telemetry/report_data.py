@@ -167,7 +167,7 @@ def _shares(run: RunData) -> list[dict[str, Any]]:
 
 def _samples(run: RunData) -> list[dict[str, Any]]:
     """Samples spread evenly over the run, first and last included, until the budget of tokens is spent."""
-    chosen = _spread(run.samples, MAX_SAMPLES)
+    chosen = _spread(sorted(run.samples, key=lambda row: finite(row.get("step")) or 0), MAX_SAMPLES)
     longest = MAX_TOKENS // max(len(chosen), 1)
     versions = {row["step"]: finite(row.get("version")) for row in run.metrics}
     return [_sample(row, versions, min(longest, MAX_SAMPLE_TOKENS)) for row in chosen]

@@ -25,11 +25,10 @@ class Segment(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """A moment on a row; `row` is an index into `Timeline.rows`, or -1 when nothing else is on its track."""
+    """A moment, in microseconds since the start of the trace."""
 
     time_us: int
     name: str
-    row: int
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,13 @@ def build_timeline(events: Sequence[Row]) -> Timeline:
     timed = [event for row in spans.values() for event in row] + moments
     start_us = min((event["ts"] for event in timed), default=0)
     end_us = max((event["ts"] + event.get("dur", 0) for event in timed), default=0)
-    keys = sorted(spans)
     rows = [
-        TimelineRow(processes.get(pid, str(pid)), tracks.get((pid, tid), ""), flatten(spans[pid, tid], start_us))
-        for pid, tid in keys
+        TimelineRow(processes.get(pid, str(pid)), tracks.get((pid, tid), ""), flatten(row, start_us))
+        for (pid, tid), row in sorted(spans.items())
     ]
-    main_row = {pid: keys.index((pid, tid)) for pid, tid in reversed(keys)}
-    instants = [Instant(event["ts"] - start_us, event["name"], main_row.get(event["pid"], -1)) for event in moments]
-    return Timeline(rows, sorted(instants), end_us - start_us, dropped)
+    rows.sort(key=lambda row: not row.process.startswith("generator"))  # what is generated comes before what is trained
+    instants = sorted(Instant(event["ts"] - start_us, event["name"]) for event in moments)
+    return Timeline(rows, instants, end_us - start_us, dropped)
 
 
 def flatten(spans: Iterable[Row], origin_us: int = 0) -> list[Segment]:

@@ -78,7 +78,7 @@ class Tracer:
         path: the trace file; when it exists, the trace goes on behind its last whole event.
         process_name: name of this process in the trace, e.g. "trainer".
         max_events: events the file may hold; later ones are dropped and counted in `dropped`, so that a long run
-            does not write gigabytes (an event takes about 100 bytes).
+            does not write gigabytes (an event takes about 100 bytes). A step of a small run has about 20 events.
         clock, wall_clock: microseconds, monotonic and since 1970; tests replace them.
 
     All methods may be called from any thread. Events are written at least once a second while events arrive.
@@ -88,7 +88,7 @@ class Tracer:
         self,
         path: str | Path,
         process_name: str,
-        max_events: int = 500_000,
+        max_events: int = 250_000,
         clock: Callable[[], int] = now_us,
         wall_clock: Callable[[], int] = _wall_us,
     ) -> None:

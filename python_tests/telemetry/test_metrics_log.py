@@ -1,6 +1,8 @@
 import builtins
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -199,6 +201,21 @@ def test_events_survive_a_resume(tmp_path):
     rows, _ = read_json_lines(tmp_path / "events.jsonl")
     assert [row["kind"] for row in rows] == ["interrupted", "resume"]
     assert rows[0] == {"time_s": 1.5, "step": 3, "kind": "interrupted", "text": "text"}
+
+
+def test_an_event_is_not_glued_to_a_torn_one(tmp_path):
+    (tmp_path / "events.jsonl").write_bytes(b'{"kind": "checkpoint"}\n{"kind": "inter')
+    log = EventLog(tmp_path)
+    log.log("resume", "text", step=3, time_s=1.5)
+    log.close()
+    rows, broken = read_json_lines(tmp_path / "events.jsonl")
+    assert [row["kind"] for row in rows] == ["checkpoint", "resume"]
+    assert not broken
+
+
+def test_importing_telemetry_does_not_load_torch():
+    code = "import sys, areal_core.telemetry; sys.exit(any(name in sys.modules for name in ('torch', 'tensorboard')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_replace_file_leaves_no_temporary_file(tmp_path):

@@ -125,6 +125,20 @@ def test_an_interrupted_run_gives_a_report_that_says_so(tmp_path):
     assert embedded_data(page)["timeline"]["rows"]
 
 
+def test_values_that_were_not_finite_are_named(finished):
+    page = write_report(finished).read_text()
+    assert "optim/grad_norm was not finite in 1 step, first in step 7." in page
+
+
+def test_samples_come_in_the_order_of_their_steps(tmp_path):
+    log = SampleLog(tmp_path)
+    for step in (5, 2, 9):
+        log.log(step=step, group=0, prompt="", tokens=[], versions=[], logprobs=[], reward=0.0, advantage=0.0,
+                finish_reason="stop")  # fmt: skip
+    log.close()
+    assert [sample["step"] for sample in report_data(read_run(tmp_path))["samples"]] == [2, 5, 9]
+
+
 def test_a_resumed_run_has_one_history(tmp_path):
     run = SyntheticRun(tmp_path, planned=60)
     run.write(1, 40)

@@ -149,6 +149,23 @@ def test_events_after_close_are_counted_not_written(tmp_path):
     assert events_of(tmp_path / "trace.json") == []
 
 
+def test_events_reach_the_disk_within_a_second(tmp_path):
+    clock = FakeClock()
+    tracer = Tracer(tmp_path / "trace.json", "trainer", clock=clock)
+    tracer.instant("early", "loop")
+    clock.now += 1_000_000
+    tracer.instant("late", "loop")
+    assert [event["name"] for event in events_of(tmp_path / "trace.json")] == ["early", "late"]
+    tracer.close()
+
+
+def test_a_trace_does_not_pile_up_in_memory(tmp_path):
+    tracer = Tracer(tmp_path / "trace.json", "trainer", clock=FakeClock())
+    tracer.add_spans("generator 0", [("loop", "generate", index, 1, None) for index in range(1_000)])
+    assert len(events_of(tmp_path / "trace.json")) >= 744
+    tracer.close()
+
+
 def test_threads_write_whole_events(tmp_path):
     path = tmp_path / "trace.json"
     with Tracer(path, "trainer") as tracer:

@@ -54,7 +54,8 @@ function startSamples() {
   drawAll();
 }
 
-// The first sample and the last one, of the same prompt if there is such a pair near the ends.
+// A sample near the beginning and one near the end: of the same prompt if there are such, or else the first one, and
+// the last one that an update of the weights met in flight.
 function firstPair() {
   const last = DATA.samples.length - 1;
   const near = Math.ceil(DATA.samples.length / 4);
@@ -63,7 +64,8 @@ function firstPair() {
       if (DATA.samples[early].prompt === DATA.samples[late].prompt) return [early, late];
     }
   }
-  return [0, last];
+  const mixed = DATA.samples.findLastIndex((sample) => new Set(sample.versions).size > 1);
+  return [0, mixed > last - near && mixed > 0 ? mixed : last];
 }
 
 function colourKeys() {
@@ -103,7 +105,7 @@ class SampleColumn {
       fact("advantage", sample.advantage === null ? null : format.compact(sample.advantage)),
       fact("tokens", String(sample.length)), fact("versions", shown || null), fact("trained at", `v${sample.version}`),
       fact("finish", sample.finish || null)].filter((part) => part !== null));
-    this.text.replaceChildren(element("span", { class: "prompt" }, sample.prompt), " ", ...sample.tokens.flatMap((token, index) => this.token(token, index)));
+    this.text.replaceChildren(element("span", { class: "prompt" }, sample.prompt), ...sample.tokens.flatMap((token, index) => this.token(token, index)));
     if (sample.length > sample.tokens.length) this.text.append(element("span", { class: "prompt" }, ` … ${sample.length - sample.tokens.length} more tokens`));
   }
 

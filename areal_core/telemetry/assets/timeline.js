@@ -1,6 +1,5 @@
 // The timeline: a row per process and track, drawn on a canvas; an overview of the whole run below it.
 
-const OVERVIEW_ROW = 7;
 const LABEL_WIDTH = 118;
 const IDLE_WIDTH = 74;
 
@@ -48,6 +47,7 @@ class TimelineView {
     this.rows = trace.rows.map((row) => unpackRow(row, trace.names));
     this.rowHeight = this.rows.length > 16 ? 14 : 26;
     this.rowGap = this.rows.length > 16 ? 3 : 6;
+    this.overviewRow = this.rows.length > 8 ? 3 : 7;
     this.order = trace.names.map((_, index) => index).sort((a, b) => this.rank(a) - this.rank(b));
     this.main = element("canvas", { class: "main", tabindex: "0", role: "img", "aria-label": "Timeline of generators and trainer; arrow keys move, plus and minus zoom" });
     this.overview = element("canvas", { class: "overview", "aria-hidden": "true" });
@@ -346,10 +346,10 @@ class TimelineView {
   }
 
   drawOverview(width, left, right) {
-    const height = this.rows.length * (OVERVIEW_ROW + 1) + 4;
+    const height = this.rows.length * (this.overviewRow + 1) + 4;
     const context = this.prepare(this.overview, width, height);
     this.rows.forEach((row, index) => {
-      this.drawRow(context, row, 2 + index * (OVERVIEW_ROW + 1), OVERVIEW_ROW, left, right, [0, this.trace.duration], false);
+      this.drawRow(context, row, 2 + index * (this.overviewRow + 1), this.overviewRow, left, right, [0, this.trace.duration], false);
     });
     context.fillStyle = this.soft;
     context.fillText("whole run", 0, height / 2);
