@@ -8,7 +8,7 @@ from areal_core.ops.alignment import next_token_labels, position_ids, to_predict
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
 from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOLossSummary, ppo_loss
-from areal_core.ops.packing import PackedBatch, pack, select_sequences, unpack
+from areal_core.ops.packing import PackedBatch, merge_microbatches, pack, select_sequences, unpack
 
 __all__ = [
     "GAEOutput",
@@ -22,6 +22,7 @@ __all__ = [
     "compute_advantages",
     "gae",
     "logprob_from_logits",
+    "merge_microbatches",
     "next_token_labels",
     "pack",
     "partition_balanced",

@@ -4,6 +4,7 @@ A packed batch lays S sequences end to end; `cu_seqlens` [S+1] starts at 0 and h
 so sequence s is the tokens [cu_seqlens[s], cu_seqlens[s+1]). Empty sequences are legal everywhere.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -133,17 +134,59 @@ def select_sequences(
         raise ValueError(f"select_sequences: expected distinct indices in [0, {sequences}), got {list(indices)}")
     chosen = torch.tensor(indices, dtype=torch.int64)
     per_token = _check_packed("select_sequences", packed)
-    begins = packed.lengths.cumsum(0) - packed.lengths
     return _assemble(
         "select_sequences",
         {k: v if k in per_token else v[chosen.to(v.device)] for k, v in packed.data.items()},
         packed.per_sequence,
         packed.cu_seqlens.device,
-        source_begin=begins[chosen],
+        source_begin=_begins(packed)[chosen],
         lengths=packed.lengths[chosen],
         multiple_of=multiple_of,
         fill=fill,
         padded_length=packed.padded_length,
+    )
+
+
+def merge_microbatches(
+    parts: Sequence[PackedBatch], bins: Sequence[Sequence[int]], *, multiple_of: int = 1, fill: Fill = 0.0
+) -> PackedBatch:
+    """Put the sequences of micro-batches back in order: the inverse of `select_sequences(packed, b) for b in bins`.
+
+    Args:
+        parts: at least one PackedBatch, all with the same keys; their dummy segments are left behind.
+        bins: int indices of the sequences of each part; together every index of [0, S) once.
+        multiple_of: as in `pack`.
+        fill: as in `pack`.
+
+    Returns:
+        PackedBatch with sequences 0, 1, ..., S-1. Differentiable. Bit-exact, without synchronisation.
+
+    Raises:
+        ValueError: parts, keys and indices that do not fit together.
+    """
+    order = [i for b in bins for i in b]
+    sizes = [part.num_sequences for part in parts]
+    if not parts or sizes != [len(b) for b in bins] or sorted(order) != list(range(len(order))):
+        raise ValueError(f"merge_microbatches: expected every index once in bins of sizes {sizes}, got {list(bins)}")
+    keys = [(set(part.data), part.per_sequence) for part in parts]
+    if any(k != keys[0] for k in keys):
+        raise ValueError(f"merge_microbatches: expected the same keys in all parts, got {keys}")
+    for part in parts:
+        _check_packed("merge_microbatches", part)
+    inverse = torch.tensor(order, dtype=torch.int64).argsort()
+    tensors = {k: torch.cat([part.data[k] for part in parts]) for k in parts[0].data}
+    bases = itertools.accumulate((part.total_tokens for part in parts), initial=0)
+    begins = torch.cat([base + _begins(part) for base, part in zip(bases, parts, strict=False)])
+    return _assemble(
+        "merge_microbatches",
+        {k: v[inverse.to(v.device)] if k in parts[0].per_sequence else v for k, v in tensors.items()},
+        parts[0].per_sequence,
+        parts[0].cu_seqlens.device,
+        source_begin=begins[inverse],
+        lengths=torch.cat([part.lengths for part in parts])[inverse],
+        multiple_of=multiple_of,
+        fill=fill,
+        padded_length=max(part.padded_length for part in parts),
     )
 
 
@@ -177,12 +220,11 @@ def unpack(
         raise ValueError(f"unpack: expected length >= {longest} (the longest sequence), got {width}")
     per_token = _check_packed("unpack", packed)
     rows = packed.num_sequences * width
-    source_begin = packed.lengths.cumsum(0) - packed.lengths
     target_begin = width * torch.arange(packed.num_sequences)
     if padding == "left":
         target_begin = target_begin + width - packed.lengths
     fills = _fills("unpack", per_token, fill)
-    index = (source_begin, target_begin, target_begin + packed.lengths)
+    index = (_begins(packed), target_begin, target_begin + packed.lengths)
     padded = _copy_segments(per_token, index, rows, fills)
     shape = (packed.num_sequences, width)
     return {k: padded[k].reshape(*shape, *v.shape[1:]) if k in padded else v for k, v in packed.data.items()}
@@ -256,6 +298,11 @@ def _check_packed(op: str, packed: PackedBatch) -> dict[str, Tensor]:
         if value.dim() < 1 or value.shape[0] != rows:
             raise ValueError(f"{op}: expected {key!r} as [{kind} = {rows}, ...], got {list(value.shape)}")
     return {k: v for k, v in packed.data.items() if k not in packed.per_sequence}
+
+
+def _begins(packed: PackedBatch) -> Tensor:
+    """First row of each sequence, on the host."""
+    return packed.lengths.cumsum(0) - packed.lengths
 
 
 def _check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:

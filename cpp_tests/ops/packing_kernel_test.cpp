@@ -11,7 +11,6 @@
 namespace areal {
 namespace {
 
-// Not the generator of the shim's scheduler: the race build would watch the linker's one copy of it.
 using Random = std::mt19937;
 
 struct Map {

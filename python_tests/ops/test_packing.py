@@ -124,6 +124,37 @@ def test_select_sequences(layout: Layout, data: st.DataObject) -> None:
         assert torch.equal(ops.select_sequences(part, inverse, multiple_of=3)["x"], packed["x"])
 
 
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12), multiple=st.integers(1, 3))
+def test_microbatches_merge_back_in_order(lengths: list[int], multiple: int) -> None:
+    batch = {
+        "x": torch.randn(len(lengths), 9),
+        "h": torch.randn(len(lengths), 9, 2),
+        "reward": torch.randn(len(lengths)),
+    }
+    packed = ops.pack(batch, lengths, multiple_of=multiple)
+    bins = ops.allocate_microbatches(lengths, 11)
+    parts = [ops.select_sequences(packed, b, multiple_of=4) for b in bins]
+    merged = ops.merge_microbatches(parts, bins, multiple_of=multiple)
+    assert all(torch.equal(merged[k], packed[k]) for k in batch)
+    assert torch.equal(merged.cu_seqlens, packed.cu_seqlens)
+    assert torch.equal(merged.lengths, packed.lengths)
+    assert merged.padded_length == packed.padded_length
+
+
+def test_merge_refuses() -> None:
+    packed = ops.pack({"x": torch.ones(3, 5)}, MASK)
+    parts = [ops.select_sequences(packed, b) for b in ([0, 2], [1])]
+    for wrong in ([[0, 2]], [[0], [1, 2]], [[0, 1], [1]], [[0, 1], [3]]):
+        with pytest.raises(ValueError, match="every index once in bins of sizes"):
+            ops.merge_microbatches(parts, wrong)
+    with pytest.raises(ValueError, match="every index once"):
+        ops.merge_microbatches([], [])
+    other = dataclasses.replace(parts[1], data={"y": parts[1]["x"]})
+    with pytest.raises(ValueError, match="the same keys"):
+        ops.merge_microbatches([parts[0], other], [[0, 2], [1]])
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_large_batches_do_not_depend_on_threads(threads: int) -> None:
     before = torch.get_num_threads()
@@ -255,7 +286,8 @@ def test_gradients() -> None:
         packed = ops.pack({"x": x, "ids": ids, "h": h}, MASK, multiple_of=4)
         part = ops.select_sequences(packed, [2, 1, 0])
         padded = ops.unpack(part, "left", fill=2)
-        return [packed["x"], part["h"], padded["x"], padded["h"]]
+        merged = ops.merge_microbatches([part, ops.select_sequences(part, [0])], [[3, 1, 0], [2]])
+        return [packed["x"], part["h"], padded["x"], padded["h"], merged["x"]]
 
     assert torch.autograd.gradcheck(through, (x, h))
     assert torch.autograd.gradgradcheck(through, (x, h))
