@@ -40,9 +40,25 @@ inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
 AREAL_INLINE VecF splat(float x) { return x - VecF{}; }  // not VecF{} + x: that turns -0 into 0, so the add stays
 AREAL_INLINE VecF select(VecI mask, VecF yes, VecF no) { return mask ? yes : no; }
-// Where either is NaN the result is b.
-AREAL_INLINE VecF max(VecF a, VecF b) { return a > b ? a : b; }
-AREAL_INLINE VecF min(VecF a, VecF b) { return a < b ? a : b; }
+// Where either is NaN the result is b. (Intrinsics: against a constant GCC makes a compare and a blend of a > b ? a : b.)
+AREAL_INLINE VecF max(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+AREAL_INLINE VecF min(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 AREAL_INLINE VecF fma(VecF a, VecF b, VecF c) {
 #if defined(__AVX512F__)
@@ -89,8 +105,14 @@ AREAL_INLINE void store(float* p, VecF v) { std::memcpy(p, &v, sizeof v); }
 AREAL_INLINE void store(BFloat16* p, VecF v) {  // round to nearest even; NaN stays NaN
   const VecU u = (VecU)v, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const VecU quiet = (u >> 16) | 0x40u, nan = (VecU)(v != v);
-  const VecH h = __builtin_convertvector((rounded & ~nan) | (quiet & nan), VecH);
+  const VecU bits = (rounded & ~nan) | (quiet & nan);
+#if defined(__AVX2__) && !defined(__AVX512F__)  // GCC 12 takes a dozen instructions for the generic narrowing
+  const __m256i packed = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  const VecH h = __builtin_convertvector(bits, VecH);
   std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 AREAL_INLINE float to_float(float x) { return x; }
