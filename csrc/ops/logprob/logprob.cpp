@@ -42,6 +42,11 @@ int64_t grain_for(int64_t elements) { return std::max<int64_t>(1, 8 * kBlock / s
 float load_logit(const void* element, DType dtype, float) { AREAL_ISA_DISPATCH(logprob_load(element, dtype)); }
 double load_logit(const void* element, DType, double) { return *static_cast<const double*>(element); }
 
+void store_gradient(float value, void* element, DType dtype) {
+  AREAL_ISA_DISPATCH(logprob_store(value, element, dtype));
+}
+void store_gradient(double value, void* element, DType) { *static_cast<double*>(element) = value; }
+
 Partial<float> forward_block(const void* logits, DType dtype, int64_t count, float scale) {
   AREAL_ISA_DISPATCH(logprob_forward_block(logits, dtype, count, scale));
 }
@@ -59,20 +64,17 @@ Partial<double> forward_block(const void* logits, DType, int64_t count, double s
   return part;
 }
 
-void backward_block(const void* logits, void* grad, DType dtype, int64_t count, int64_t label,
-                    const RowGradient<float>& row) {
-  AREAL_ISA_DISPATCH(logprob_backward_block(logits, grad, dtype, count, label, row));
+void backward_block(const void* logits, void* grad, DType dtype, int64_t count, const RowGradient<float>& row) {
+  AREAL_ISA_DISPATCH(logprob_backward_block(logits, grad, dtype, count, row));
 }
 
-void backward_block(const void* logits, void* grad, DType, int64_t count, int64_t label,
-                    const RowGradient<double>& row) {
+void backward_block(const void* logits, void* grad, DType, int64_t count, const RowGradient<double>& row) {
   const double* x = static_cast<const double*>(logits);
   double* g = static_cast<double*>(grad);
   for (int64_t j = 0; j < count; ++j) {
     const double t = (x[j] - row.max) * row.scale - row.offset, p = std::exp2(t);
     g[j] = p == 0 ? 0 : p * (row.constant + row.slope * t);
   }
-  if (label >= 0 && label < count) g[label] = row.label;
 }
 
 template <class Real>
@@ -160,31 +162,44 @@ void forward(const LogprobInput<Real>& input, const LogprobOutput<Real>& output)
 }
 
 template <class Real>
-RowGradient<Real> row_gradient(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient, int64_t row) {
-  if (!input.live(row)) return logprob::zero_row<Real>();
+logprob::Upstream<Real> upstream(const LogprobGradient<Real>& gradient, int64_t row) {
   const auto at = [row](const Real* values) { return values == nullptr ? Real(0) : values[row]; };
-  const logprob::Upstream<Real> up{at(gradient.grad_logprobs), at(gradient.grad_entropy), at(gradient.grad_lse)};
-  return logprob::row_gradient(up, gradient.row_max[row], gradient.log_sum[row], gradient.logprobs[row],
-                               gradient.entropy[row], input.row_temperature(row));
+  return {at(gradient.grad_logprobs), at(gradient.grad_entropy), at(gradient.grad_lse)};
+}
+
+// Blocks [first, last) of one row.
+template <class Real>
+void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient, int64_t row, int64_t first,
+                     int64_t last) {
+  const int64_t bytes = static_cast<int64_t>(dtype_size_bytes(input.dtype));
+  const int64_t begin = first * kBlock, end = std::min(last * kBlock, input.vocab), label = input.labels[row];
+  const Real temperature = input.row_temperature(row), entropy = gradient.entropy[row];
+  const auto up = upstream(gradient, row);
+  const auto math = input.live(row)
+                        ? logprob::row_gradient(up, gradient.row_max[row], gradient.log_sum[row], entropy, temperature)
+                        : logprob::zero_row<Real>();
+  char* const out = static_cast<char*>(gradient.grad_logits) + row * gradient.grad_row_stride * bytes;
+  if (math.zero) {
+    std::memset(out + begin * bytes, 0, static_cast<size_t>((end - begin) * bytes));
+    return;
+  }
+  for (int64_t j = begin; j < end; j += kBlock) {
+    backward_block(element(input, row, j), out + j * bytes, input.dtype, std::min(kBlock, end - j), math);
+  }
+  if (label >= begin && label < end) {
+    const Real value = logprob::label_gradient(up, gradient.logprobs[row], entropy, temperature);
+    store_gradient(value, out + label * bytes, input.dtype);
+  }
 }
 
 template <class Real>
 void backward(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient) {
-  const int64_t blocks = block_count(input), bytes = static_cast<int64_t>(dtype_size_bytes(input.dtype));
+  const int64_t blocks = block_count(input);
   parallel_for(0, input.rows * blocks, grain_for(std::min(kBlock, input.vocab)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end;) {
-      const int64_t row = i / blocks, row_end = std::min(end, (row + 1) * blocks);
-      const RowGradient<Real> math = row_gradient(input, gradient, row);
-      for (; i < row_end; ++i) {
-        const int64_t column = (i % blocks) * kBlock, count = block_length(input, i % blocks);
-        char* out = static_cast<char*>(gradient.grad_logits) + (row * gradient.grad_row_stride + column) * bytes;
-        if (math.zero) {
-          std::memset(out, 0, static_cast<size_t>(count * bytes));
-        } else {
-          const int64_t label = input.labels[row] - column;
-          backward_block(element(input, row, column), out, input.dtype, count, label, math);
-        }
-      }
+      const int64_t row = i / blocks, next = std::min(end, (row + 1) * blocks);
+      backward_blocks(input, gradient, row, i - row * blocks, next - row * blocks);
+      i = next;
     }
   });
 }

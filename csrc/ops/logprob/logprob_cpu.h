@@ -11,13 +11,14 @@
 namespace areal {
 
 AREAL_ISA_DECLARE(float logprob_load(const void* element, DType dtype))
+AREAL_ISA_DECLARE(void logprob_store(float value, void* element, DType dtype))
 
 // scale = log2(e) / temperature.
 AREAL_ISA_DECLARE(logprob::Partial<float> logprob_forward_block(const void* logits, DType dtype, int64_t count,
                                                                 float scale))
 
-// `label` is the label's index inside the block; outside [0, count): in another block. grad may be logits.
-AREAL_ISA_DECLARE(void logprob_backward_block(const void* logits, void* grad, DType dtype, int64_t count, int64_t label,
+// The gradient of every element, as if none were the label. grad may be logits.
+AREAL_ISA_DECLARE(void logprob_backward_block(const void* logits, void* grad, DType dtype, int64_t count,
                                               const logprob::RowGradient<float>& row))
 
 }  // namespace areal

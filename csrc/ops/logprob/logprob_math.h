@@ -61,22 +61,10 @@ AREAL_HOST_DEVICE RowResult<Real> finish_row(const Partial<Real>& row, Real labe
   if (row.max == -Real(INFINITY)) return {row.max, 0, row.max, row.max};
   const Real log_sum = std::log(row.sum);
   const Real entropy = log_sum - Real(kLn2) * row.weighted / row.sum;
-  return {(label_logit - row.max) / temperature - log_sum, entropy < 0 ? Real(0) : entropy,
+  // Below 1e-30 it is rounding, or what is left of exponents that were clamped.
+  return {(label_logit - row.max) / temperature - log_sum, entropy < Real(1e-30) ? Real(0) : entropy,
           row.max / temperature + log_sum, log_sum};
 }
-
-// Gradient of one row: with t_j = log2 p_j = (x_j - max) scale - offset,
-//   dL/dx_j = 2^t_j (constant + slope t_j)   for j != label, and `label` for j = label.
-template <class Real>
-struct RowGradient {
-  bool zero;  // the whole row is exactly 0 and its logits need not be read
-  Real max;
-  Real scale;
-  Real offset;
-  Real constant;
-  Real slope;
-  Real label;
-};
 
 template <class Real>
 struct Upstream {
@@ -85,27 +73,44 @@ struct Upstream {
   Real lse;
 };
 
+// Gradient of one row: with t_j = log2 p_j = (x_j - max) scale - offset,
+//   dL/dx_j = 2^t_j (constant + slope t_j)   for j != label; label_gradient() for j = label.
+template <class Real>
+struct RowGradient {
+  bool zero;  // the whole row is exactly 0 and its logits need not be read
+  Real max;
+  Real scale;
+  Real offset;
+  Real constant;
+  Real slope;
+};
+
 template <class Real>
 AREAL_HOST_DEVICE RowGradient<Real> zero_row() {
-  return {true, 0, 0, 0, 0, 0, 0};
+  return {true, 0, 0, 0, 0, 0};
 }
 
-// A row without a finite logit, and a row whose upstream gradients are all 0, get an exactly zero gradient. The
-// label's own p - 1 is taken as expm1(logprob): no cancellation when p is near 1.
+// A row without a finite logit, and a row whose upstream gradients are all 0, get an exactly zero gradient.
 template <class Real>
-AREAL_HOST_DEVICE RowGradient<Real> row_gradient(const Upstream<Real>& up, Real max, Real log_sum, Real logprob,
-                                                 Real entropy, Real temperature) {
+AREAL_HOST_DEVICE RowGradient<Real> row_gradient(const Upstream<Real>& up, Real max, Real log_sum, Real entropy,
+                                                 Real temperature) {
   const bool no_finite_logit = log_sum == -Real(INFINITY);
   if (no_finite_logit || (up.logprob == 0 && up.entropy == 0 && up.lse == 0)) return zero_row<Real>();
-  const Real inverse = Real(1) / temperature, p = std::exp(logprob);
-  const Real spread = p == 0 ? Real(0) : p * (up.lse - up.entropy * (logprob + entropy));
+  const Real inverse = Real(1) / temperature;
   return {false,
           max,
           Real(kLog2E) / temperature,
           log_sum * Real(kLog2E),
           inverse * (up.lse - up.logprob - up.entropy * entropy),
-          -inverse * Real(kLn2) * up.entropy,
-          inverse * (spread - up.logprob * std::expm1(logprob))};
+          -inverse * Real(kLn2) * up.entropy};
+}
+
+// The label's p - 1 is taken as expm1(logprob): no cancellation when p is near 1.
+template <class Real>
+AREAL_HOST_DEVICE Real label_gradient(const Upstream<Real>& up, Real logprob, Real entropy, Real temperature) {
+  const Real p = std::exp(logprob);
+  const Real spread = p == 0 ? Real(0) : p * (up.lse - up.entropy * (logprob + entropy));
+  return (spread - up.logprob * std::expm1(logprob)) / temperature;
 }
 
 }  // namespace areal::logprob
