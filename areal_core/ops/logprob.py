@@ -52,8 +52,9 @@ def logprob_from_logits(
     tensors. Results are bitwise the same from run to run, and on CPU for any number of threads.
 
     Raises:
-        ValueError: wrong shape, stride or device, temperature not > 0, a label out of range (on CUDA: see
-            raise_on_bad_labels).
+        ValueError: wrong shape, stride or device, temperature not > 0, a label out of range. On CUDA nothing waits
+            for the labels and a temperature tensor to be checked: such a row gives NaN, and the first call after the
+            device has got there raises.
         TypeError: wrong dtype.
         NotImplementedError: group given.
 

@@ -72,4 +72,16 @@ void logprob_forward_cpu(const LogprobInput<double>& input, const LogprobOutput<
 void logprob_backward_cpu(const LogprobInput<float>& input, const LogprobGradient<float>& gradient);
 void logprob_backward_cpu(const LogprobInput<double>& input, const LogprobGradient<double>& gradient);
 
+// CUDA; float32, bfloat16 and float16. Asynchronous on `stream` (a cudaStream_t), no host synchronisation, bitwise the
+// same from run to run. Labels and temperatures cannot be checked on the host: a live row where they are out of range
+// gets NaN, and *bad_row (64 bits of memory that host and device can access, 0 before) is set to one plus such a row.
+struct LogprobCudaScratch {
+  void* workspace = nullptr;  // logprob_workspace_bytes(input) on the device, uninitialised
+  int64_t* bad_row = nullptr;
+};
+int64_t logprob_workspace_bytes(const LogprobInput<float>& input);
+void logprob_forward_cuda(const LogprobInput<float>& input, const LogprobOutput<float>& output,
+                          const LogprobCudaScratch& scratch, void* stream);
+void logprob_backward_cuda(const LogprobInput<float>& input, const LogprobGradient<float>& gradient, void* stream);
+
 }  // namespace areal

@@ -9,6 +9,7 @@ namespace areal {
 namespace {
 
 using bind::empty;
+using bind::ScalarType;
 using bind::Tensor;
 using bind::vector_data;
 using OptionalTensor = std::optional<Tensor>;
@@ -75,6 +76,51 @@ struct Cpu {
     logprob_backward_cpu(input, gradient);
   }
 };
+
+#if defined(AREAL_WITH_CUDA)
+// One int64 of pinned host memory, which kernels of any device write when a live row's label or temperature is out of
+// range (logprob.h). Never freed: kernels may outlive the module's destructors.
+volatile int64_t* bad_row_flag() {
+  static int64_t* const flag = [] {
+    const int64_t size = 1, stride = 1;
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided_pinned(1, &size, &stride, aoti_torch_dtype_int64(),
+                                                           aoti_torch_device_type_cpu(), 0, &handle));
+    auto* data = static_cast<int64_t*>((new Tensor(handle))->mutable_data_ptr());
+    *data = 0;
+    return data;
+  }();
+  return flag;
+}
+
+// Reports what an earlier call's kernel found; there is no waiting for this call's.
+void check_earlier_rows() {
+  const int64_t row = *bad_row_flag();
+  if (row == 0) return;
+  *bad_row_flag() = 0;
+  throw Error(format_message(kOp, ": expected labels in [0, V) and temperature > 0, got another value in row ", row - 1,
+                             " of an earlier call (its outputs are NaN)"));
+}
+
+struct Cuda {
+  static void forward(const Tensor& logits, const LogprobInput<float>& input, const LogprobOutput<float>& output) {
+    check_earlier_rows();
+    const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+    const Tensor workspace = empty({logprob_workspace_bytes(input)}, ScalarType::Byte, logits);
+    const LogprobCudaScratch scratch{workspace.mutable_data_ptr(), const_cast<int64_t*>(bad_row_flag())};
+    logprob_forward_cuda(input, output, scratch, bind::current_cuda_stream(logits.get_device_index()));
+  }
+  static void backward(const Tensor& logits, const LogprobInput<float>& input, const LogprobGradient<float>& gradient) {
+    const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+    logprob_backward_cuda(input, gradient, bind::current_cuda_stream(logits.get_device_index()));
+  }
+  static void forward(const Tensor&, const LogprobInput<double>&, const LogprobOutput<double>&) { refuse_float64(); }
+  static void backward(const Tensor&, const LogprobInput<double>&, const LogprobGradient<double>&) { refuse_float64(); }
+  [[noreturn]] static void refuse_float64() {
+    throw Error(format_message(kOp, ": expected logits dtype in {float32, bfloat16, float16} on CUDA, got float64"));
+  }
+};
+#endif
 
 // inplace_backward is read by the autograd formula alone.
 template <class Device>
@@ -147,6 +193,14 @@ STABLE_TORCH_LIBRARY_IMPL(areal_core, CPU, m) {
   m.impl("logprob_backward", TORCH_BOX(&backward<Cpu>));
   m.impl("logprob_backward_", TORCH_BOX(&backward_inplace<Cpu>));
 }
+
+#if defined(AREAL_WITH_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(areal_core, CUDA, m) {
+  m.impl("logprob_forward", TORCH_BOX(&forward<Cuda>));
+  m.impl("logprob_backward", TORCH_BOX(&backward<Cuda>));
+  m.impl("logprob_backward_", TORCH_BOX(&backward_inplace<Cuda>));
+}
+#endif
 
 }  // namespace
 }  // namespace areal
