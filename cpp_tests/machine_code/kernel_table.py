@@ -24,6 +24,10 @@ class KernelRow:
 KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::copy_segments_kernel<uint4>", registers=48, wide_loads=4, wide_stores=4, shared_bytes=10 * 1024),
     KernelRow(r"::copy_segments_kernel<unsigned \w+>", registers=32, shared_bytes=10 * 1024),
+    KernelRow(r"::logprob_backward_kernel<.*, [48]>", registers=64, wide_loads=4, wide_stores=4, shared_bytes=0),
+    KernelRow(r"::logprob_backward_kernel<.*, 1>", registers=40, shared_bytes=0),
+    KernelRow(r"::logprob_forward_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
+    KernelRow(r"::logprob_forward_split_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
     KernelRow(r"::mask_extents_kernel", registers=32, shared_bytes=0),
     KernelRow(r"::position_ids_kernel", registers=32, shared_bytes=0),
 )
