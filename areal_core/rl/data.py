@@ -52,6 +52,7 @@ class Group:
 
     group_id: int
     prompt: str
+    problem_index: int
     trajectories: tuple[Trajectory, ...]
 
     @property

@@ -8,10 +8,10 @@ back too old. A group admitted at version a has the deadline a + eta, the last v
 at version i also has to leave a feasible rest: for every deadline d, at most ``B (d - i)`` unconsumed groups due by d
 may remain. The gate makes the batch wait until enough of the due groups have finished.
 
-Why that is always possible: at admission the unconsumed groups number at most ``B (i + eta + 1) - B i``, all due by
-i + eta, so ``unconsumed(due by d) <= B (d - i + 1)`` holds for every d; a batch taken by the rule keeps it true at i + 1.
-Hence no token is older than eta when it is consumed, and nothing is discarded. `tokens_within` is the check at the point
-of use, which only a resumed run with other settings can fail.
+Why that is always possible: at admission the unconsumed groups number at most ``B (i + eta + 1) - B i``, all due
+by i + eta, so ``unconsumed(due by d) <= B (d - i + 1)`` holds for every d; a batch taken by the rule keeps it true at
+i + 1. Hence no token is older than eta when it is consumed, and nothing is discarded. `tokens_within` is the check at
+the point of use, which only a resumed run with other settings can fail.
 """
 
 from __future__ import annotations

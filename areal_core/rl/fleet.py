@@ -1,0 +1,147 @@
+"""The generator processes: started, watched, and started again when they die."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from areal_core.errors import GeneratorError
+from areal_core.reshard import VersionStore
+from areal_core.rl.messages import GeneratorReport, PromptRequest, Stop
+from areal_core.rl.worker import GeneratorSpec, generator_main
+
+__all__ = ["Fleet"]
+
+
+@dataclass(eq=False)
+class _Generator:
+    """One process, the pipe to it, and the requests it has not finished."""
+
+    spec: GeneratorSpec
+    process: BaseProcess
+    connection: Connection
+    last_sign_s: float
+    reported: bool = False
+    assigned: dict[int, int] = field(default_factory=dict)  # request id -> samples still to come
+
+
+class Fleet:
+    """Owns the generator processes. One thread uses it.
+
+    Args:
+        specs: one per process.
+        store: where they read the weights; each process attaches to it.
+        max_restarts: deaths tolerated over the run.
+        stall_timeout_s: silence after which a process that has reported before counts as dead and is killed.
+    """
+
+    def __init__(
+        self, specs: Sequence[GeneratorSpec], store: VersionStore, *, max_restarts: int, stall_timeout_s: float
+    ) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._store = store
+        self._max_restarts = max_restarts
+        self._stall_timeout_s = stall_timeout_s
+        self.restarts = 0
+        self._generators = [self._start(spec) for spec in specs]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in order of index."""
+        return [g.process.pid or -1 for g in self._generators]
+
+    def submit(self, request: PromptRequest) -> None:
+        """Hand a request to the generator with the fewest samples to come."""
+        generator = min(self._generators, key=lambda g: sum(g.assigned.values()))
+        generator.assigned[request.request_id] = request.n
+        with contextlib.suppress(OSError):  # it died just now: poll() finds out and gives the request back as lost
+            generator.connection.send(request)
+
+    def poll(
+        self, timeout_s: float, wake: Connection, on_report: Callable[[int, GeneratorReport], None]
+    ) -> list[tuple[int, str, list[int]]]:
+        """Wait for messages, a death, or a byte on `wake`; hand over reports as they come.
+
+        Returns:
+            the deaths: (index, how, request ids it left unfinished). Each dead process has been replaced.
+
+        Raises:
+            GeneratorError: more than max_restarts deaths.
+        """
+        by_handle = {handle: g for g in self._generators for handle in (g.connection, g.process.sentinel)}
+        for handle in wait([*by_handle, wake], timeout_s):
+            if handle is wake:
+                wake.recv_bytes()
+            elif handle in by_handle and isinstance(handle, Connection):
+                self._receive(by_handle[handle], on_report)
+        deaths = []
+        for index, generator in enumerate(self._generators):
+            how = self._cause_of_death(generator)
+            if how is not None:
+                self._receive(generator, on_report)  # what it sent before it died
+                deaths.append((index, how, list(generator.assigned)))
+                self._generators[index] = self._replace(index, generator, how)
+        return deaths
+
+    def stop(self) -> None:
+        """Ask all to leave, and kill those that do not within a few seconds."""
+        for generator in self._generators:
+            with contextlib.suppress(OSError):  # already gone
+                generator.connection.send(Stop())
+        deadline = time.monotonic() + 5.0
+        for generator in self._generators:
+            generator.process.join(max(0.0, deadline - time.monotonic()))
+            if generator.process.is_alive():
+                generator.process.kill()
+                generator.process.join()
+            generator.connection.close()
+
+    def _start(self, spec: GeneratorSpec) -> _Generator:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=generator_main,
+            args=(spec, self._store, theirs),
+            name=f"generator-{spec.index}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        return _Generator(spec, process, ours, time.monotonic())
+
+    def _receive(self, generator: _Generator, on_report: Callable[[int, GeneratorReport], None]) -> None:
+        try:
+            while generator.connection.poll(0):
+                report: GeneratorReport = generator.connection.recv()
+                generator.last_sign_s, generator.reported = time.monotonic(), True
+                for request_id in report.samples.request_ids if report.samples is not None else ():
+                    generator.assigned[request_id] -= 1
+                    if generator.assigned[request_id] == 0:
+                        del generator.assigned[request_id]
+                on_report(generator.spec.index, report)
+        except (EOFError, OSError):
+            return  # closed, perhaps in the middle of a message: the sentinel says the rest
+
+    def _cause_of_death(self, generator: _Generator) -> str | None:
+        if not generator.process.is_alive():
+            return f"exited with code {generator.process.exitcode}"
+        silence = time.monotonic() - generator.last_sign_s
+        # A process that is still importing has not reported yet: give it longer.
+        if silence > self._stall_timeout_s * (1 if generator.reported else 4):
+            generator.process.kill()
+            return f"gave no sign of life for {silence:.0f} s"
+        return None
+
+    def _replace(self, index: int, dead: _Generator, how: str) -> _Generator:
+        dead.process.join()
+        dead.connection.close()
+        self.restarts += 1
+        if self.restarts > self._max_restarts:
+            raise GeneratorError(
+                f"generator {index} {how}; {self.restarts} deaths exceed generate.max_restarts = {self._max_restarts}"
+            )
+        return self._start(dead.spec)

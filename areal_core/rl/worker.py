@@ -1,0 +1,209 @@
+"""The generator process: an engine, the weights it reads from the version store, and the verifier of its responses.
+
+It holds no state that the trainer process could not rebuild: when it dies, its prompts are sampled again elsewhere.
+
+    requests (pipe) -> engine -> reward -> reports (pipe)
+                        ^
+                        +-- version store, looked at between decode steps
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from areal_core.generate.embedded import EmbeddedEngine
+from areal_core.generate.engine import Engine, GeneratedSample, GenerateRequest, SamplingParams
+from areal_core.model import DecoderConfig, load_tokenizer
+from areal_core.reshard import VersionStore
+from areal_core.rl.config import GenerateConfig, RolloutConfig, TaskConfig
+from areal_core.rl.messages import GeneratorReport, PromptRequest, SampleBatch, Stop
+from areal_core.rl.workflow import SingleTurnWorkflow
+from areal_core.tasks import Problem, get_task
+
+__all__ = ["GeneratorSpec", "generator_main"]
+
+_REPORT_INTERVAL_S = 0.25  # a report at least this often while alive, so that the trainer sees a stall
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """Everything a generator process needs to start, besides the weights."""
+
+    index: int
+    model_dir: str
+    model_config: DecoderConfig
+    task: TaskConfig
+    generate: GenerateConfig
+    rollout: RolloutConfig
+    max_slots: int
+    seed: int
+
+
+def generator_main(spec: GeneratorSpec, store: VersionStore, connection: Connection) -> None:
+    """Entry point of the process: serve requests until told to stop or the trainer process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the trainer decides
+    torch.set_num_threads(spec.generate.threads)
+    with store:
+        Generator(spec, store, connection).run()
+
+
+class Generator:
+    """The loop of a generator process."""
+
+    def __init__(self, spec: GeneratorSpec, store: VersionStore, connection: Connection) -> None:
+        self.spec = spec
+        self.store = store
+        self.connection = connection
+        self.engine: Engine = EmbeddedEngine(
+            spec.model_config, max_slots=spec.max_slots, max_context=spec.model_config.max_position_embeddings
+        )
+        tokenizer = load_tokenizer(spec.model_dir)
+        self.workflow = SingleTurnWorkflow(
+            get_task(spec.task.name, **spec.task.options),
+            tokenizer,
+            spec.rollout,
+            max_context=spec.model_config.max_position_embeddings,
+            max_new_tokens=spec.generate.max_new_tokens,
+        )
+        self.sampling = SamplingParams(
+            max_new_tokens=spec.generate.max_new_tokens,
+            temperature=spec.generate.temperature,
+            top_p=spec.generate.top_p,
+            top_k=spec.generate.top_k,
+            stop_token_ids=spec.model_config.eos_token_ids,
+            seed=spec.seed,
+        )
+        self.problems: dict[int, tuple[Problem, int]] = {}  # request -> its problem, samples still to come
+        self.activity = _Activity()
+        self.counters = dict.fromkeys(("interrupted", "recomputed_tokens", "weight_updates", "verify_s"), 0.0)
+        self._last_report = 0.0
+        # A thread empties the pipe: the trainer's sends can then never wait for a generator that is itself sending.
+        self._inbox: queue.SimpleQueue[PromptRequest | Stop] = queue.SimpleQueue()
+        threading.Thread(target=self._read_pipe, name="requests", daemon=True).start()
+
+    def run(self) -> None:
+        """Receive, update weights, decode, report; returns on `Stop` or when the trainer's end of the pipe closes."""
+        try:
+            self.store.wait(0, timeout=60.0)
+            while self._receive():
+                self._update_weights()
+                finished = self._decode()
+                if finished or time.monotonic() - self._last_report > _REPORT_INTERVAL_S:
+                    self._report(finished)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the trainer process is gone
+
+    def _read_pipe(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self.connection.recv())
+        except (EOFError, OSError):
+            self._inbox.put(Stop())  # the trainer process is gone
+
+    def _receive(self) -> bool:
+        """Take the requests that have come, waiting a moment when there is nothing to decode; False to stop."""
+        while not self._inbox.empty() or not self._busy:
+            if self._inbox.empty():
+                self.activity.enter("idle")
+            try:
+                message = self._inbox.get(timeout=_REPORT_INTERVAL_S)
+            except queue.Empty:
+                return True
+            if isinstance(message, Stop):
+                return False
+            self.problems[message.request_id] = (message.problem, message.n)
+            self.engine.submit(GenerateRequest(message.request_id, message.prompt_ids, message.n, self.sampling))
+        return True
+
+    @property
+    def _busy(self) -> bool:
+        return self.engine.num_active + self.engine.num_waiting > 0
+
+    def _update_weights(self) -> None:
+        """Load a newer version at this token boundary.
+
+        The look comes after the requests were received and before they are decoded, and the trainer publishes before
+        it opens the gate: so the first token of a request is never older than the version at its admission.
+        """
+        if self.store.version() == self.engine.version:
+            return
+        self.activity.enter("weight_update")
+        with self.store.pin() as snapshot:
+            stats = self.engine.load_weights(snapshot.tensors, snapshot.version, on_update=self.spec.generate.on_update)
+        self.counters["weight_updates"] += 1
+        self.counters["interrupted"] += stats.interrupted_samples
+        self.counters["recomputed_tokens"] += stats.recomputed_tokens
+
+    def _decode(self) -> list[GeneratedSample]:
+        if not self._busy:
+            return []
+        self.activity.enter("generate")
+        return self.engine.decode(self.spec.generate.steps_per_poll)
+
+    def _report(self, finished: list[GeneratedSample]) -> None:
+        start = time.monotonic()
+        rewards = [self._score(sample) for sample in finished]
+        self.counters["verify_s"] += time.monotonic() - start
+        stats = self.engine.stats()
+        self.connection.send(
+            GeneratorReport(
+                version=self.engine.version,
+                samples=SampleBatch.of(finished, rewards) if finished else None,
+                counters={
+                    **self.counters,
+                    "generated_tokens": stats.generated_tokens,
+                    "prefill_tokens": stats.prefill_tokens,
+                    **self.activity.seconds(),
+                },
+                spans=self.activity.take_spans(),
+            )
+        )
+        self._last_report = time.monotonic()
+
+    def _score(self, sample: GeneratedSample) -> float:
+        problem, left = self.problems.pop(sample.request_id)
+        if left > 1:
+            self.problems[sample.request_id] = (problem, left - 1)
+        return self.workflow.reward(problem, sample)
+
+
+class _Activity:
+    """What the process is doing, as spans for the trace and as seconds by kind."""
+
+    def __init__(self) -> None:
+        self._kind = "start"
+        self._since_us = _now_us()
+        self._spans: list[tuple[str, str, int, int, dict[str, Any]]] = []
+        self._us: dict[str, int] = {"generate": 0, "weight_update": 0, "idle": 0}
+
+    def enter(self, kind: str) -> None:
+        if kind != self._kind:
+            self._close(kind)
+
+    def seconds(self) -> dict[str, float]:
+        now = _now_us()
+        running = {self._kind: now - self._since_us}
+        return {f"{kind}_s": (us + running.get(kind, 0)) / 1e6 for kind, us in self._us.items()}
+
+    def take_spans(self) -> list[tuple[str, str, int, int, dict[str, Any]]]:
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _close(self, next_kind: str) -> None:
+        now = _now_us()
+        if self._kind in self._us:
+            self._us[self._kind] += now - self._since_us
+            self._spans.append(("engine", self._kind, self._since_us, now - self._since_us, {}))
+        self._kind, self._since_us = next_kind, now
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
