@@ -1,0 +1,111 @@
+"""The command line: ``areal-core train | eval | report | info``."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_core import __version__
+from areal_core.errors import ArealError
+
+__all__ = ["main"]
+
+_OVERRIDES = "key=value overrides of the configuration, e.g. rollout.eta=1 train.steps=50 run_dir=runs/mine"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the command, and turn expected errors into one line on stderr and exit code 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (ArealError, FileExistsError, FileNotFoundError, ValueError) as error:
+        print(f"areal-core {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="areal-core", description="Asynchronous RL on language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run the asynchronous rollout/train loop")
+    train.add_argument("config", nargs="?", help="YAML file; without one, the embedded default task")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    which = train.add_mutually_exclusive_group()
+    which.add_argument("--resume", action="store_true", help="continue run_dir from its newest usable checkpoint")
+    which.add_argument("--fresh", action="store_true", help="delete run_dir first, if it holds a run")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="pass@1 of a model directory on a task")
+    evaluate.add_argument("model", help="Hugging Face directory, or the name of a bundled policy (chain_policy)")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser("report", help="write report.html of a run, finished or not")
+    report.add_argument("run_dir")
+    report.set_defaults(run=_report)
+
+    info = commands.add_parser("info", help="versions, instruction set, CUDA build, GPUs")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from areal_core.rl.config_file import load_config
+    from areal_core.rl.loop import train
+
+    overrides = list(args.overrides)
+    path = args.config
+    if path is not None and "=" in path and not Path(path).exists():  # no file given, overrides only
+        overrides.insert(0, path)
+        path = None
+    config = load_config(path, overrides)
+    run_dir = Path(config.run_dir)
+    if (run_dir / "metrics.jsonl").exists() and not args.resume:
+        if not args.fresh:
+            raise FileExistsError(
+                f"{run_dir} holds a run: --resume continues it, --fresh deletes it, run_dir=... goes elsewhere"
+            )
+        shutil.rmtree(run_dir)
+    result = train(config, resume=args.resume)
+    if result.before and result.after:
+        before, after = result.before["eval/accuracy_sampled"], result.after["eval/accuracy_sampled"]
+        print(f"sampled accuracy {before:.3f} -> {after:.3f} in {result.steps} steps, {result.elapsed_s:.1f} s")
+    if config.telemetry.report:
+        from areal_core.telemetry.report import write_report
+
+        print(f"report: {write_report(result.run_dir)}")
+    if result.interrupted:
+        print(f"interrupted after step {result.steps}; continue with: areal-core train {run_dir}/config.yaml --resume")
+        return 130
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from areal_core.rl.config_file import load_config
+    from areal_core.rl.evaluator import evaluate_model
+
+    config = load_config(None, [f"model.path={args.model}", *args.overrides])
+    for name, value in evaluate_model(config).items():
+        print(f"{name.removeprefix('eval/'):34} {value:.4f}")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from areal_core.telemetry.report import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def _info(_args: argparse.Namespace) -> int:
+    from areal_core.info import main as info
+
+    return info()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Evaluation during a run: the newest published version, pinned, while generation goes on."""
+
+from __future__ import annotations
+
+from areal_core.assets import resolve_model
+from areal_core.evaluate import EvaluationResult, evaluate_policy
+from areal_core.generate.embedded import EmbeddedEngine
+from areal_core.generate.engine import SamplingParams
+from areal_core.model import DecoderConfig, load_model, load_tokenizer
+from areal_core.reshard import VersionStore
+from areal_core.rl.config import Config
+from areal_core.rl.workflow import SingleTurnWorkflow
+from areal_core.tasks import get_task
+
+__all__ = ["Evaluator", "evaluate_model"]
+
+
+class Evaluator:
+    """Evaluates the newest published version, pinned, on problems that training never draws."""
+
+    def __init__(
+        self, config: Config, workflow: SingleTurnWorkflow, model_config: DecoderConfig, store: VersionStore
+    ) -> None:
+        self.config = config
+        self.workflow = workflow
+        self.store = store
+        count = min(config.evaluate.problems, workflow.task.size(held_out=True) or config.evaluate.problems)
+        self.problems = [workflow.task.problem(index, held_out=True) for index in range(count)]
+        self.prompts = [workflow.prompt_ids(problem) for problem in self.problems]
+        self.model_config = model_config
+        self.engine = EmbeddedEngine(
+            model_config,
+            max_slots=min(256, count * config.evaluate.samples),
+            max_context=model_config.max_position_embeddings,
+        )
+
+    def run(self) -> dict[str, float]:
+        """Greedy and sampled pass@1 as metrics."""
+        with self.store.pin() as snapshot:
+            self.engine.load_weights(snapshot.tensors, snapshot.version)
+        greedy = self._evaluate(temperature=0.0, samples=1)
+        sampled = self._evaluate(self.config.evaluate.temperature, self.config.evaluate.samples)
+        return {
+            "eval/version": self.engine.version,
+            "eval/accuracy_greedy": greedy.accuracy,
+            "eval/accuracy_sampled": sampled.accuracy,
+            "eval/accuracy_sampled_standard_error": sampled.standard_error,
+            "eval/response_tokens_mean": sampled.response_tokens_mean,
+        }
+
+    def _evaluate(self, temperature: float, samples: int) -> EvaluationResult:
+        sampling = SamplingParams(
+            max_new_tokens=self.config.generate.max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=self.model_config.eos_token_ids,
+            seed=self.engine.version,
+        )
+        return evaluate_policy(
+            self.engine,
+            self.prompts,
+            lambda index, sample: self.workflow.reward(self.problems[index], sample),
+            sampling,
+            samples=samples,
+        )
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """Evaluate `config.model` on `config.task` as `config.evaluate` says, outside a run; metric name -> value."""
+    model = load_model(resolve_model(config.model.path))
+    workflow = SingleTurnWorkflow(
+        get_task(config.task.name, **config.task.options),
+        load_tokenizer(resolve_model(config.model.path)),
+        config.rollout,
+        max_context=model.config.max_position_embeddings,
+        max_new_tokens=config.generate.max_new_tokens,
+    )
+    with VersionStore.create(model.named_weights()) as store:
+        store.publish(model.named_weights(), 0)
+        return Evaluator(config, workflow, model.config, store).run()

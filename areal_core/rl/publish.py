@@ -1,0 +1,31 @@
+"""Publication of weights to the generators of this machine, while they go on generating."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from areal_core.reshard import PublishStats, VersionStore
+
+__all__ = ["Publisher"]
+
+
+class Publisher:
+    """Owns the version store that generators read.
+
+    Args:
+        weights: Hugging Face name -> tensor; the live weights of the trainer, read again at each publication.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self.store = VersionStore.create(weights)
+
+    def publish(self, version: int) -> PublishStats:
+        """Copy the weights as they are now into the inactive arena and flip readers to it."""
+        return self.store.publish(self._weights, version)
+
+    def close(self) -> None:
+        """Release the shared memory; readers that have attached keep theirs until they close."""
+        self.store.close()
