@@ -1,0 +1,115 @@
+"""The loop against itself: asynchronous and synchronous, on the same cores with the same settings.
+
+Each mode trains in a process of its own, one after the other, round by round so that the noise of a shared machine
+falls on all. Reported per mode: seconds per step, tokens per second, idle shares of both sides, wall time to an
+accuracy, and where the trainer's time goes. Evaluation is switched off in the timed runs.
+
+    python bench/bench_loop.py --config examples/chain.yaml --steps 60 --rounds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from areal_core.telemetry import read_metrics
+
+from harness import save_results  # bench/ is on sys.path when a bench is run as a script
+
+MODES = {
+    "sync": ["rollout.eta=0"],
+    "async eta=1": ["rollout.eta=1"],
+    "async eta=4": ["rollout.eta=4"],
+    "async eta=inf": ["rollout.eta=inf"],
+}
+TIMES = ("wait", "pack", "proximal", "forward_backward", "optimizer", "publish", "other")
+
+
+def run(config: str | None, overrides: list[str], steps: int, seed: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "areal_core.cli", "train", *([config] if config else [])]
+        command += [f"run_dir={folder}/run", f"train.steps={steps}", f"seed={seed}", "evaluate.every=0"]
+        command += ["telemetry.report=false", "telemetry.tensorboard=false", "telemetry.progress=off", *overrides]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return read_metrics(Path(folder) / "run")
+
+
+def summarize(rows: list[dict[str, Any]], skip: int, accuracy: float) -> dict[str, float]:
+    """The first `skip` steps (start-up, empty pipeline) do not count, but for the time to accuracy."""
+    timed = rows[skip:]
+    seconds = timed[-1]["time_s"] - rows[skip - 1]["time_s"]
+    total = {
+        key: sum(row.get(key) or 0 for row in timed)
+        for key in (
+            *(f"time/{t}_s" for t in TIMES),
+            "tokens/generated",
+            "tokens/trained",
+            "time/generate_s",
+            "count/interrupted",
+        )
+    }
+    return {
+        "s/step": seconds / len(timed),
+        "generated tok/s": total["tokens/generated"] / seconds,
+        "trained tok/s": total["tokens/trained"] / seconds,
+        "generator idle": statistics.fmean(row["idle/generator"] for row in timed),
+        "trainer idle": total["time/wait_s"] / seconds,
+        f"s to {accuracy:g}": time_to(rows, accuracy),
+        "interrupted": total["count/interrupted"],
+        "staleness mean": statistics.fmean(row["staleness/mean"] for row in timed),
+        "staleness max": max(row["staleness/max"] for row in timed),
+        **{f"share {t}": total[f"time/{t}_s"] / seconds for t in TIMES},
+    }
+
+
+def time_to(rows: list[dict[str, Any]], accuracy: float, window: int = 5) -> float:
+    """Seconds from the first step until `window` batches average `accuracy` (inf: never)."""
+    for end in range(window, len(rows) + 1):
+        if statistics.fmean(row["reward/accuracy"] for row in rows[end - window : end]) >= accuracy:
+            return float(rows[end - 1]["time_s"] - rows[0]["time_s"])
+    return float("inf")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", help="YAML file (default: the embedded default)")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--skip", type=int, default=5, help="steps not timed at the start")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds over all modes, each with another seed")
+    parser.add_argument("--accuracy", type=float, default=0.8)
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+
+    results: dict[str, list[dict[str, float]]] = {mode: [] for mode in args.modes}
+    for seed in range(args.rounds):
+        for mode in args.modes:
+            rows = run(args.config, [*MODES[mode], *args.overrides], args.steps, seed)
+            results[mode].append(summarize(rows, args.skip, args.accuracy))
+            print(
+                f"round {seed} {mode}: {json.dumps({k: round(v, 4) for k, v in results[mode][-1].items()})}", flush=True
+            )
+    medians = {mode: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for mode, runs in results.items()}
+    print(table(medians))
+    save_results("loop", {"arguments": vars(args), "medians": medians, "rounds": results})
+
+
+def table(medians: dict[str, dict[str, float]]) -> str:
+    modes = list(medians)
+    lines = ["".join([f"{'':24}", *(f"{mode:>16}" for mode in modes)])]
+    for key in medians[modes[0]]:
+        lines.append("".join([f"{key:24}", *(f"{medians[mode][key]:16.4g}" for mode in modes)]))
+    if "sync" in medians:
+        base = medians["sync"]["s/step"]
+        lines.append("".join([f"{'speed-up over sync':24}", *(f"{base / medians[m]['s/step']:16.2f}" for m in modes)]))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
