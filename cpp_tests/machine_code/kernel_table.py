@@ -29,5 +29,8 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::logprob_forward_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
     KernelRow(r"::logprob_forward_split_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
     KernelRow(r"::mask_extents_kernel", registers=32, shared_bytes=0),
+    KernelRow(r"::policy_loss_finish_kernel", registers=64, shared_bytes=2048),
+    KernelRow(r"::policy_loss_kernel<float>", registers=80, shared_bytes=3072),
+    KernelRow(r"::policy_loss_kernel<double>", registers=128, shared_bytes=3072),
     KernelRow(r"::position_ids_kernel", registers=32, shared_bytes=0),
 )

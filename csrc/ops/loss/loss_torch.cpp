@@ -17,18 +17,14 @@ using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kOp = "ppo_loss";
 
-void run(const loss::PolicyLossArgs<float>& args, [[maybe_unused]] const Tensor& logprobs) {
+template <class Real>
+void run(const loss::PolicyLossArgs<Real>& args, [[maybe_unused]] const Tensor& logprobs) {
 #if defined(AREAL_WITH_CUDA)
   if (logprobs.is_cuda()) {
     const torch::stable::accelerator::DeviceGuard guard(logprobs.get_device_index());
     return cuda::policy_loss(args, bind::current_cuda_stream(logprobs.get_device_index()));
   }
 #endif
-  loss::policy_loss_cpu(args);
-}
-
-void run(const loss::PolicyLossArgs<double>& args, const Tensor& logprobs) {
-  AREAL_CHECK(!logprobs.is_cuda(), kOp, ": expected logprobs dtype = float32 on a GPU, got float64");
   loss::policy_loss_cpu(args);
 }
 
