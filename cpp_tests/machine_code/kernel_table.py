@@ -22,8 +22,13 @@ class KernelRow:
 
 
 KERNELS: tuple[KernelRow, ...] = (
+    KernelRow(r"::batch_statistics_kernel", registers=64, shared_bytes=0),
     KernelRow(r"::copy_segments_kernel<uint4>", registers=48, wide_loads=4, wide_stores=4, shared_bytes=10 * 1024),
     KernelRow(r"::copy_segments_kernel<unsigned \w+>", registers=32, shared_bytes=10 * 1024),
+    KernelRow(r"::gae_kernel<[18], float>", registers=64, shared_bytes=2048),
+    KernelRow(r"::gae_kernel<[18], double>", registers=96, shared_bytes=2048),
+    KernelRow(r"::group_scores_kernel", registers=64, shared_bytes=0),
+    KernelRow(r"::log_ratio_sums_kernel", registers=48, shared_bytes=2048),
     KernelRow(r"::logprob_backward_kernel<.*, [48]>", registers=64, wide_loads=4, wide_stores=4, shared_bytes=0),
     KernelRow(r"::logprob_backward_kernel<.*, 1>", registers=40, shared_bytes=0),
     KernelRow(r"::logprob_forward_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
@@ -33,4 +38,5 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::policy_loss_kernel<float>", registers=80, shared_bytes=3072),
     KernelRow(r"::policy_loss_kernel<double>", registers=128, shared_bytes=3072),
     KernelRow(r"::position_ids_kernel", registers=32, shared_bytes=0),
+    KernelRow(r"::spread_scores_kernel", registers=48, shared_bytes=2048),
 )

@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> gae(const Tensor& rewards, const Tensor& values, cons
                                          lam,
                                          static_cast<Real*>(std::get<0>(out).mutable_data_ptr()),
                                          static_cast<Real*>(std::get<1>(out).mutable_data_ptr())};
-    on_device(rewards, [&] { advantages::gae_cpu(args); }, [&](void* stream) { cuda::gae(args, stream); });
+    on_device(rewards, [&] { advantages::gae_cpu(args); }, [&](void* stream) { cuda::gae(args, tokens, stream); });
     return out;
   });
 }
@@ -79,6 +79,7 @@ Tensor group_scores(const Tensor& rewards, const Tensor& sorted_ids, const Tenso
   return with_real(rewards, op, "rewards", [&]<class Real>(Real) {
     const int64_t count = rewards.numel();
     const Tensor scores = empty({count}, ScalarType::Double, rewards);
+    const Tensor batch_scratch = empty({cuda::kBatchScratchBytes}, ScalarType::Byte, rewards);
     const advantages::GroupArgs<Real> args{
         {static_cast<advantages::Level>(mean_level), static_cast<advantages::Level>(std_level), leave_one_out,
          divide_by_mean, static_cast<int32_t>(ddof), eps, eps_in_root,
@@ -89,7 +90,8 @@ Tensor group_scores(const Tensor& rewards, const Tensor& sorted_ids, const Tenso
         vector_data<const int64_t>(order, count, rewards, op, "order"),
         static_cast<double*>(scores.mutable_data_ptr())};
     on_device(
-        rewards, [&] { advantages::group_scores_cpu(args); }, [&](void* stream) { cuda::group_scores(args, stream); });
+        rewards, [&] { advantages::group_scores_cpu(args); },
+        [&](void* stream) { cuda::group_scores(args, batch_scratch.mutable_data_ptr(), stream); });
     return scores;
   });
 }

@@ -44,7 +44,7 @@ AREAL_ISA_DECLARE(void gae_sequences(const advantages::GaeArgs<double>& args, in
 }  // namespace areal
 
 namespace areal::cuda {
-// stream is a cudaStream_t; no synchronisation.
-void gae(const advantages::GaeArgs<float>& args, void* stream);
-void gae(const advantages::GaeArgs<double>& args, void* stream);
+// tokens = cu_seqlens[S], which here is not readable from the host. stream is a cudaStream_t; no synchronisation.
+void gae(const advantages::GaeArgs<float>& args, int64_t tokens, void* stream);
+void gae(const advantages::GaeArgs<double>& args, int64_t tokens, void* stream);
 }  // namespace areal::cuda

@@ -44,7 +44,9 @@ void group_scores_cpu(const GroupArgs<double>& args);
 }  // namespace areal::advantages
 
 namespace areal::cuda {
-// stream is a cudaStream_t; no synchronisation.
-void group_scores(const advantages::GroupArgs<float>& args, void* stream);
-void group_scores(const advantages::GroupArgs<double>& args, void* stream);
+// batch_scratch: kBatchScratchBytes of device memory, used when a level is kBatch. stream is a cudaStream_t; no
+// synchronisation.
+inline constexpr int64_t kBatchScratchBytes = 64;
+void group_scores(const advantages::GroupArgs<float>& args, void* batch_scratch, void* stream);
+void group_scores(const advantages::GroupArgs<double>& args, void* batch_scratch, void* stream);
 }  // namespace areal::cuda

@@ -18,26 +18,24 @@ struct SetStatistics {
   double max = -INFINITY;
 };
 
-// Members order[begin..end).
-template <class Real>
-AREAL_HOST_DEVICE SetStatistics set_statistics(const Real* rewards, const int64_t* order, int64_t begin, int64_t end) {
-  SetStatistics s;
-  double sum = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    const double r = static_cast<double>(rewards[order[i]]);
-    if (r != r) continue;
-    ++s.count;
-    sum += r;
-    s.min = r < s.min ? r : s.min;
-    s.max = r > s.max ? r : s.max;
-  }
-  if (s.count == 0) return s;
-  s.mean = sum / static_cast<double>(s.count);
-  for (int64_t i = begin; i < end; ++i) {
-    const double d = static_cast<double>(rewards[order[i]]) - s.mean;
-    if (d == d) s.squares += d * d;
-  }
-  return s;
+// The two passes: every reward once through add_reward, then, with the mean set, once through add_square.
+AREAL_HOST_DEVICE void add_reward(double reward, SetStatistics& s, double& sum) {
+  if (reward != reward) return;
+  ++s.count;
+  sum += reward;
+  s.min = reward < s.min ? reward : s.min;
+  s.max = reward > s.max ? reward : s.max;
+}
+AREAL_HOST_DEVICE void add_square(double reward, SetStatistics& s) {
+  const double d = reward - s.mean;
+  if (reward == reward) s.squares += d * d;
+}
+
+// Field by field: choosing between two addresses would put both sets in local memory.
+AREAL_HOST_DEVICE SetStatistics set_at(Level level, const SetStatistics& group, const SetStatistics& batch) {
+  const bool whole = level == Level::kBatch;
+  return {whole ? batch.count : group.count, whole ? batch.mean : group.mean, whole ? batch.squares : group.squares,
+          whole ? batch.min : group.min, whole ? batch.max : group.max};
 }
 
 AREAL_HOST_DEVICE double score(double reward, const SetStatistics& group, const SetStatistics& batch,
@@ -46,7 +44,7 @@ AREAL_HOST_DEVICE double score(double reward, const SetStatistics& group, const 
   double centred = reward;
   double scale = 1;
   if (options.mean != Level::kNone) {
-    const SetStatistics& s = options.mean == Level::kGroup ? group : batch;
+    const SetStatistics s = set_at(options.mean, group, batch);
     if (s.count == 1) return options.singleton == Singleton::kRaw ? reward : 0;
     if (s.min == s.max) return 0;
     const double n = static_cast<double>(s.count);
@@ -55,7 +53,7 @@ AREAL_HOST_DEVICE double score(double reward, const SetStatistics& group, const 
     if (options.divide_by_mean) scale = s.mean + options.eps;
   }
   if (options.std != Level::kNone) {
-    const SetStatistics& s = options.std == Level::kGroup ? group : batch;
+    const SetStatistics s = set_at(options.std, group, batch);
     if (s.count == 1) return options.singleton == Singleton::kRaw ? reward : 0;
     if (s.min == s.max) return 0;
     const double variance = s.squares / static_cast<double>(s.count - options.ddof);

@@ -1,0 +1,69 @@
+// Launchers of gae_kernels.cuh, group_kernels.cuh and spread_kernels.cuh.
+#include <algorithm>
+
+#include "cuda/launch.cuh"
+#include "ops/advantages/gae_kernels.cuh"
+#include "ops/advantages/group_kernels.cuh"
+#include "ops/advantages/spread_kernels.cuh"
+
+namespace areal::cuda {
+namespace {
+
+// Blocks loop over what exceeds this; a multiprocessor holds at most 32.
+dim3 grid_for(int64_t blocks) {
+  return dim3(static_cast<unsigned>(std::min<int64_t>(blocks, 64 * int64_t{multiprocessor_count()})));
+}
+
+template <class Real>
+void launch_gae(const GaeArgs<Real>& args, int64_t tokens, void* stream_handle) {
+  if (args.segments.count == 0 || tokens == 0) return;
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  const dim3 grid = grid_for(args.segments.count);
+  AREAL_LAUNCH((gae_kernel<1, Real>), grid, dim3(kWarp), 0, stream, args);
+  if (tokens <= kShortTokens) return;
+  AREAL_LAUNCH((gae_kernel<kLongWarps, Real>), grid, dim3(kLongWarps * kWarp), 0, stream, args);
+}
+
+template <class Real>
+void launch_group_scores(const GroupArgs<Real>& args, void* batch_scratch, void* stream_handle) {
+  if (args.count == 0) return;
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  const bool uses_batch =
+      args.options.mean == advantages::Level::kBatch || args.options.std == advantages::Level::kBatch;
+  auto* batch = uses_batch ? static_cast<SetStatistics*>(batch_scratch) : nullptr;
+  if (uses_batch) AREAL_LAUNCH(batch_statistics_kernel<Real>, dim3(1), dim3(kWarp), 0, stream, args, batch);
+  const int64_t blocks = (args.count + kGroupsPerBlock - 1) / kGroupsPerBlock;
+  AREAL_LAUNCH(group_scores_kernel<Real>, dim3(static_cast<unsigned>(blocks)), dim3(kGroupThreads), 0, stream, args,
+               batch);
+}
+
+template <class Real>
+void launch_spread(const SpreadArgs<Real>& args, void* stream) {
+  if (args.tokens.segments.count == 0) return;
+  AREAL_LAUNCH(spread_scores_kernel<Real>, grid_for(args.tokens.segments.count), dim3(kSpreadThreads), 0,
+               static_cast<cudaStream_t>(stream), args);
+}
+
+template <class Real>
+void launch_sums(const LogRatioSumArgs<Real>& args, void* stream) {
+  if (args.tokens.segments.count == 0) return;
+  AREAL_LAUNCH(log_ratio_sums_kernel<Real>, grid_for(args.tokens.segments.count), dim3(kSpreadThreads), 0,
+               static_cast<cudaStream_t>(stream), args);
+}
+
+}  // namespace
+
+void gae(const GaeArgs<float>& args, int64_t tokens, void* stream) { launch_gae(args, tokens, stream); }
+void gae(const GaeArgs<double>& args, int64_t tokens, void* stream) { launch_gae(args, tokens, stream); }
+void group_scores(const GroupArgs<float>& args, void* batch_scratch, void* stream) {
+  launch_group_scores(args, batch_scratch, stream);
+}
+void group_scores(const GroupArgs<double>& args, void* batch_scratch, void* stream) {
+  launch_group_scores(args, batch_scratch, stream);
+}
+void spread_scores(const SpreadArgs<float>& args, void* stream) { launch_spread(args, stream); }
+void spread_scores(const SpreadArgs<double>& args, void* stream) { launch_spread(args, stream); }
+void log_ratio_sums(const LogRatioSumArgs<float>& args, void* stream) { launch_sums(args, stream); }
+void log_ratio_sums(const LogRatioSumArgs<double>& args, void* stream) { launch_sums(args, stream); }
+
+}  // namespace areal::cuda
