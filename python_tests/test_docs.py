@@ -1,0 +1,34 @@
+"""The Python code of the documentation runs as it stands."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GUIDE = Path(__file__).parents[1] / "docs" / "ops.md"
+
+
+def python_blocks(guide: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_ops_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {}
+    blocks = python_blocks(GUIDE)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, str(GUIDE), "exec"), namespace)
+    summary = namespace["summary"]
+    assert summary.live_tokens == namespace["batch"]["loss_mask"].sum() > 0
+    assert all(value.isfinite() for value in summary)
+    assert summary.ratio_mean == 1, "before the first step the current policy is the proximal one"
+    assert "loss" in capsys.readouterr().out
+
+
+def test_ops_guide_names_every_function() -> None:
+    from areal_core import ops
+
+    text = GUIDE.read_text()
+    missing = [name for name in ops.__all__ if name.islower() and name not in text]
+    assert not missing
