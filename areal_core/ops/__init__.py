@@ -6,6 +6,7 @@ from areal_core import _C as _C
 from areal_core.ops.advantages import GAEOutput, compute_advantages, gae
 from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
+from areal_core.ops.context_parallel import zigzag_merge, zigzag_split
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
 from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOLossSummary, ppo_loss
 from areal_core.ops.packing import PackedBatch, merge_microbatches, pack, select_sequences, unpack
@@ -32,4 +33,6 @@ __all__ = [
     "to_prediction_aligned",
     "to_token_aligned",
     "unpack",
+    "zigzag_merge",
+    "zigzag_split",
 ]
