@@ -130,6 +130,13 @@ def test_values_that_were_not_finite_are_named(finished):
     assert "optim/grad_norm was not finite in 1 step, first in step 7." in page
 
 
+def test_of_a_step_that_is_there_twice_the_later_line_counts(tmp_path):
+    lines = [{"step": 2, "a": 1.0}, {"step": 3, "a": 2.0}, {"step": 2, "a": 3.0}, {"step": 1, "a": 4.0}, {"a": 5.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert [(row["step"], row["a"]) for row in run.metrics] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+
+
 def test_samples_come_in_the_order_of_their_steps(tmp_path):
     log = SampleLog(tmp_path)
     for step in (5, 2, 9):

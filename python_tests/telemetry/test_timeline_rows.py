@@ -24,6 +24,11 @@ def test_nested_spans_show_the_innermost():
     ]  # fmt: skip
 
 
+def test_of_spans_that_begin_together_the_shorter_is_inside():
+    recorded_at_their_ends = [span("inner", 0, 30), span("outer", 0, 100)]
+    assert pieces(flatten(recorded_at_their_ends)) == [("inner", 0, 30), ("outer", 30, 100)]
+
+
 def test_overlapping_spans_show_the_later_one():
     assert pieces(flatten([span("b", 5, 15), span("a", 0, 10)])) == [("a", 0, 5), ("b", 5, 15)]
 

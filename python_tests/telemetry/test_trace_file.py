@@ -76,14 +76,15 @@ def test_a_killed_process_leaves_a_readable_trace(tmp_path):
     assert json.loads(path.read_text())[-1]["name"] == "resume"
 
 
-@pytest.mark.parametrize("cut", range(0, 400, 7))
+@pytest.mark.parametrize("cut", range(0, 910, 7))
 def test_a_trace_cut_anywhere_can_be_read_and_continued(tmp_path, cut):
     path = tmp_path / "trace.json"
     with Tracer(path, "trainer", clock=FakeClock(), wall_clock=FakeClock()) as tracer:
         for index in range(4):
             tracer.add_spans("trainer", [("loop", f"first {index}", index, 1, None)])
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) - cut])
+    assert len(content) < 903  # so that the longest cut leaves nothing
+    path.write_bytes(content[: max(0, len(content) - cut)])
     kept = [event["name"] for event in events_of(path)]
     assert kept == [f"first {index}" for index in range(len(kept))]
     with Tracer(path, "trainer", clock=FakeClock(), wall_clock=FakeClock()) as tracer:
