@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areal_core.model.config import DecoderConfig
 from areal_core.model.decoder import PackedDecoder
+from areal_core.model.flat import parameter_count
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -30,7 +31,7 @@ def load_model(directory: str | Path) -> PackedDecoder:
     """
     directory = Path(directory)
     config = DecoderConfig.from_pretrained(directory)
-    model = PackedDecoder(config, torch.empty(sum(torch.Size(s).numel() for s in config.tensor_shapes().values())))
+    model = PackedDecoder(config, torch.empty(parameter_count(config)))
     missing = dict(model.named_weights())
     for path in _shard_paths(directory):
         with safe_open(path, framework="pt") as shard:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from areal_core.model import layers
+from areal_core.model import fused, layers
 from areal_core.model.config import DecoderConfig
-
-
-class _Layer(NamedTuple):
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+from areal_core.model.flat import parameter_count, unflatten
 
 
 class PackedDecoder(nn.Module):
@@ -42,28 +31,43 @@ class PackedDecoder(nn.Module):
         super().__init__()
         self.config = config
         self._shapes = config.tensor_shapes()
-        total = sum(math.prod(shape) for shape in self._shapes.values())
+        total = parameter_count(config)
         if weights is not None and weights.shape != (total,):
             raise ValueError(f"PackedDecoder: expected weights of shape [{total}], got {list(weights.shape)}")
         self.weights = nn.Parameter(torch.empty(total) if weights is None else weights)
-        self._sections = _sections(config)
         self.register_buffer("_rope", torch.empty(0, 2, config.head_dim // 2), persistent=False)
         if weights is None:
             self._initialize()
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Logits of the next token after each packed token.
+    def forward(
+        self, input_ids: Tensor, cu_seqlens: Tensor, *, cu_groups: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the next token after each packed token, or after those that `rows` names.
 
-        input_ids: int64 [T]. cu_seqlens: int32 or int64 [S + 1], starting at 0; empty sequences are legal.
-        Returns: [T, V], prediction-aligned (row t predicts token t + 1), in the dtype of the weights.
+        input_ids: int64 [T].
+        cu_seqlens: int32 or int64 [S + 1], starting at 0; empty sequences are legal.
+        cu_groups: int32 or int64 [G + 1], boundaries of groups of sequences: the first of a group is a prefix (a
+            prompt) that the others continue, each on its own, so that it is computed once. None: no sharing.
+        rows: int64 [R], the tokens whose logits are wanted, in any order, repeated at will. None: all.
+        Returns: [T, V] or [R, V], prediction-aligned (row t predicts token t + 1), in the dtype of the weights.
         Determinism: equal inputs give equal bits for a fixed number of threads.
         """
-        hidden, head = self._run(input_ids, cu_seqlens)
+        hidden, head = self.hidden_states(input_ids, cu_seqlens, cu_groups=cu_groups, rows=rows)
         return F.linear(hidden, head)
 
-    def hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """The states that `forward` multiplies with the head, [T, H], and the head, [V, H]: for fused LM heads."""
-        return self._run(input_ids, cu_seqlens)
+    def hidden_states(
+        self, input_ids: Tensor, cu_seqlens: Tensor, *, cu_groups: Tensor | None = None, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The states that `forward` multiplies with the head, [T or R, H], and the head, [V, H]: for fused LM heads."""
+        cu_seqlens = cu_seqlens.long()
+        cu_groups = None if cu_groups is None else cu_groups.long()
+        longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        table = self._rope_table(longest if cu_groups is None else 2 * longest)
+        if self.weights.dtype == torch.float32 and self.weights.device.type == "cpu":
+            packing = fused.Packing(input_ids, cu_seqlens, cu_groups, rows, table)
+            return fused.hidden_states(self.weights, self.config, packing), self._head()
+        where = layers.layout(cu_seqlens, cu_groups)
+        return layers.hidden_states(unflatten(self.weights, self.config), self.config, input_ids, where, rows, table)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Views of the parameters under Hugging Face's names, detached and sharing memory with the model."""
@@ -71,33 +75,12 @@ class PackedDecoder(nn.Module):
         parts = self.weights.detach().split_with_sizes(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
-    def _run(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        config, cu = self.config, cu_seqlens.long()
-        embedding, blocks, final_norm, head = self._unflatten()
-        table = self._rope_table(int(cu.diff().max()) if len(cu) > 1 else 0)
-        x = F.embedding(input_ids, embedding)
-        for block in blocks:
-            h = layers.rms_norm(x, block.input_norm, config.rms_norm_eps)
-            qkv = F.linear(h, block.qkv, block.qkv_bias)
-            mixed = layers.rotary_attention(qkv, table, cu, config.num_heads, config.num_kv_heads)
-            x = x + F.linear(mixed, block.output)
-            h = layers.rms_norm(x, block.mlp_norm, config.rms_norm_eps)
-            x = x + F.linear(layers.swiglu(F.linear(h, block.gate_up)), block.down)
-        return layers.rms_norm(x, final_norm, config.rms_norm_eps), head
-
-    def _unflatten(self) -> tuple[Tensor, list[_Layer], Tensor, Tensor]:
-        """Cut the flat buffer once, so that backward is one concatenation of the gradients."""
-        parts = self.weights.split_with_sizes([math.prod(shape) for shape in self._sections])
-        section = iter([part.view(shape) for part, shape in zip(parts, self._sections, strict=True)])
-        embedding = next(section)
-        blocks = [self._layer(section) for _ in range(self.config.num_layers)]
-        final_norm = next(section)
-        return embedding, blocks, final_norm, embedding if self.config.tie_word_embeddings else next(section)
-
-    def _layer(self, section: Iterator[Tensor]) -> _Layer:
-        norm, qkv = next(section), next(section)
-        bias = next(section) if self.config.qkv_bias else None
-        return _Layer(norm, qkv, bias, next(section), next(section), next(section), next(section))
+    def _head(self) -> Tensor:
+        """The view of the head alone."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        size = math.prod(shape)
+        start = 0 if self.config.tie_word_embeddings else len(self.weights) - size
+        return self.weights.narrow(0, start, size).view(shape)
 
     def _rope_table(self, positions: int) -> Tensor:
         """The rotary table, grown by doubling to cover `positions`."""
@@ -121,15 +104,3 @@ class PackedDecoder(nn.Module):
             else:
                 scale = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 weight.normal_(std=scale / math.sqrt(self.config.hidden_size))
-
-
-def _sections(config: DecoderConfig) -> list[tuple[int, ...]]:
-    """The shapes the forward pass cuts the flat buffer into: those of `tensor_shapes` with neighbours merged."""
-    hidden, qkv = config.hidden_size, config.q_size + 2 * config.kv_size
-    layer: list[tuple[int, ...]] = [(hidden,), (qkv, hidden)]
-    layer += [(qkv,)] if config.qkv_bias else []
-    layer += [(hidden, config.q_size), (hidden,)]
-    layer += [(2 * config.intermediate_size, hidden), (hidden, config.intermediate_size)]
-    embedding = (config.vocab_size, hidden)
-    head = [] if config.tie_word_embeddings else [embedding]
-    return [embedding, *layer * config.num_layers, (hidden,), *head]

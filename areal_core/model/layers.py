@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from areal_core.model.config import DecoderConfig
+from areal_core.model.flat import Weights
 
 
 def rope_table(positions: int, head_dim: int, theta: float) -> Tensor:
@@ -32,26 +37,73 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rotary_attention(qkv: Tensor, table: Tensor, cu_seqlens: Tensor, heads: int, kv_heads: int) -> Tensor:
+def hidden_states(
+    weights: Weights, config: DecoderConfig, input_ids: Tensor, where: Layout, rows: Tensor | None, table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The normalised states of all tokens, or of `rows`, [T or R, H], and the head, [V, H]."""
+    x = F.embedding(input_ids, weights.embedding)
+    for block in weights.blocks:
+        h = rms_norm(x, block.input_norm, config.rms_norm_eps)
+        qkv = F.linear(h, block.qkv, block.qkv_bias)
+        mixed = rotary_attention(qkv, table, where, config.num_heads, config.num_kv_heads)
+        x = x + F.linear(mixed, block.output)
+        h = rms_norm(x, block.mlp_norm, config.rms_norm_eps)
+        x = x + F.linear(swiglu(F.linear(h, block.gate_up)), block.down)
+    x = x if rows is None else x[rows]
+    return rms_norm(x, weights.final_norm, config.rms_norm_eps), weights.head
+
+
+class Layout(NamedTuple):
+    """Where packed tokens stand in their sequences; see `layout`."""
+
+    positions: Tensor  # int64 [T], place of each token in its sequence, prefix included
+    gather: Tensor  # int64 [E], the tokens of every sequence with its prefix written out
+    own: Tensor  # int64 [T], place of each token in `gather`
+    cu_seqlens: Tensor  # int64 [S + 1], boundaries in `gather`
+
+
+def layout(cu_seqlens: Tensor, cu_groups: Tensor | None) -> Layout:
+    """Write out shared prefixes.
+
+    cu_seqlens: int64 [S + 1]. cu_groups: int64 [G + 1]; group g holds the sequences cu_groups[g] to cu_groups[g + 1],
+    of which the first is the prefix that the others continue. None: every sequence stands alone.
+    """
+    lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1]
+    prefix = torch.zeros_like(lengths)
+    prefix_start = starts
+    if cu_groups is not None:
+        sizes, roots = cu_groups.diff(), cu_groups[:-1]
+        root = roots[sizes > 0].repeat_interleave(sizes[sizes > 0])
+        prefix, prefix_start = lengths[root], starts[root]
+        prefix = prefix.masked_fill(root == torch.arange(len(root), device=root.device), 0)
+    whole = prefix + lengths
+    cu_whole = torch.cat((cu_seqlens[:1], whole.cumsum(0)))
+    place = torch.arange(int(whole.sum()), device=whole.device) - cu_whole[:-1].repeat_interleave(whole)
+    before = prefix.repeat_interleave(whole)
+    source = torch.where(
+        place < before, prefix_start.repeat_interleave(whole) + place, starts.repeat_interleave(whole) + place - before
+    )
+    own = (place >= before).nonzero()[:, 0]
+    return Layout(place[own], source, own, cu_whole)
+
+
+def rotary_attention(qkv: Tensor, table: Tensor, where: Layout, heads: int, kv_heads: int) -> Tensor:
     """Causal attention inside each packed sequence, with rotary positions and grouped keys.
 
     qkv: [T, (heads + 2 kv_heads) D], queries, keys and values side by side.
-    table: of `rope_table`, at least as long as the longest sequence.
-    cu_seqlens: int64 [S + 1].
+    table: of `rope_table`, longer than the largest position.
     Returns: [T, heads D].
     """
     dim = qkv.shape[-1] // (heads + 2 * kv_heads)
-    lengths = cu_seqlens.diff()
-    positions = torch.arange(len(qkv), device=qkv.device) - cu_seqlens[:-1].repeat_interleave(lengths)
-    cos_sin = table[positions].to(qkv.dtype)
+    cos_sin = table[where.positions].to(qkv.dtype)
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, dim).split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-    q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+    q, k, v = (x[where.gather] for x in (rotate(q, cos_sin), rotate(k, cos_sin), v))
     out = torch.empty_like(q)
-    for index, live in _length_buckets(cu_seqlens):
+    for index, live in _length_buckets(where.cu_seqlens):
         bq, bk, bv = (x[index].transpose(1, 2) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(bq, bk, bv, is_causal=True, enable_gqa=heads != kv_heads)
         out = out.index_put((index[live],), mixed.transpose(1, 2)[live])
-    return out.reshape(len(qkv), heads * dim)
+    return out[where.own].reshape(len(qkv), heads * dim)
 
 
 def _length_buckets(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -96,6 +96,48 @@ def test_a_token_does_not_see_later_ones() -> None:
     assert not torch.allclose(before[8:], after[8:])
 
 
+GROUPS = [[3, 5, 1, 0, 7], [4], [1, 2], [0, 3], [6, 9, 9]]  # lengths: a prefix, then what continues it
+
+
+def grouped_input(config: DecoderConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same sequences with shared prefixes and written out, and where each shared token stands in the latter."""
+    lengths = [length for group in GROUPS for length in group]
+    ids, cu_seqlens = packed_input(config, lengths)
+    cu_groups = torch.tensor([0, *(len(group) for group in GROUPS)]).cumsum(0)
+    pieces = ids.split(lengths)
+    whole, place, count = [], [], 0
+    for begin, end in itertools.pairwise(cu_groups.tolist()):
+        prefix = pieces[begin]
+        for piece in (prefix[:0], *pieces[begin + 1 : end]):
+            place.append(torch.arange(len(piece)) + count + len(prefix))
+            whole.append(torch.cat((prefix, piece)))
+            count += len(whole[-1])
+        place[-(end - begin)] = torch.arange(len(prefix)) + count - sum(len(w) for w in whole[-(end - begin) :])
+    cu_whole = torch.tensor([0, *(len(w) for w in whole)]).cumsum(0)
+    return ids, cu_seqlens, cu_groups, torch.cat(whole), cu_whole, torch.cat(place)
+
+
+def test_a_shared_prefix_equals_one_written_out(config: DecoderConfig) -> None:
+    model = make_model(config).double()
+    ids, cu_seqlens, cu_groups, whole, cu_whole, place = grouped_input(config)
+    assert torch.equal(whole[place], ids)
+    shared = model(ids, cu_seqlens, cu_groups=cu_groups)
+    apart = model(whole, cu_whole)[place]
+    torch.testing.assert_close(shared, apart, rtol=1e-9, atol=1e-12)
+    upstream = torch.randn(shared.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    (of_shared,) = torch.autograd.grad(shared, model.weights, upstream)
+    (of_apart,) = torch.autograd.grad(apart, model.weights, upstream)
+    torch.testing.assert_close(of_shared, of_apart, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_select_and_repeat(config: DecoderConfig) -> None:
+    model = make_model(config)
+    ids, cu_seqlens = packed_input(config, [4, 3])
+    rows = torch.tensor([6, 3, 3, 0])
+    torch.testing.assert_close(model(ids, cu_seqlens, rows=rows), model(ids, cu_seqlens)[rows])
+    assert model(ids, cu_seqlens, rows=rows[:0]).shape == (0, config.vocab_size)
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_nothing_in_nothing_out(lengths: list[int]) -> None:
     model = make_model(CONFIGS["llama"])
