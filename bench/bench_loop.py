@@ -35,7 +35,7 @@ def run(config: str | None, overrides: list[str], steps: int, seed: int) -> list
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "areal_core.cli", "train", *([config] if config else [])]
         command += [f"run_dir={folder}/run", f"train.steps={steps}", f"seed={seed}", "evaluate.every=0"]
-        command += ["telemetry.report=false", "telemetry.tensorboard=false", "telemetry.progress=off", *overrides]
+        command += ["telemetry.report=false", "telemetry.tensorboard=false", "telemetry.progress=none", *overrides]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return read_metrics(Path(folder) / "run")
 

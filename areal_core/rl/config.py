@@ -231,7 +231,7 @@ class TelemetryConfig:
     trace: bool = True
     report: bool = True
     samples_per_step: int = 2
-    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.samples_per_step >= 0, "telemetry.samples_per_step", ">= 0", self.samples_per_step)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from areal_core.assets import resolve_model
+from areal_core.errors import DataError
 from areal_core.evaluate import EvaluationResult, evaluate_policy
 from areal_core.generate.embedded import EmbeddedEngine
 from areal_core.generate.engine import SamplingParams
@@ -10,7 +14,7 @@ from areal_core.model import DecoderConfig, load_model, load_tokenizer
 from areal_core.reshard import VersionStore
 from areal_core.rl.config import Config
 from areal_core.rl.workflow import SingleTurnWorkflow
-from areal_core.tasks import get_task
+from areal_core.tasks import Problem, get_task
 
 __all__ = ["Evaluator", "evaluate_model"]
 
@@ -25,12 +29,22 @@ class Evaluator:
         self.workflow = workflow
         self.store = store
         count = min(config.evaluate.problems, workflow.task.size(held_out=True) or config.evaluate.problems)
-        self.problems = [workflow.task.problem(index, held_out=True) for index in range(count)]
-        self.prompts = [workflow.prompt_ids(problem) for problem in self.problems]
+        self.problems: list[Problem] = []
+        self.prompts: list[npt.NDArray[np.int32]] = []
+        self.excluded: list[str] = []  # why a problem cannot be used
+        for index in range(count):
+            problem = workflow.task.problem(index, held_out=True)
+            try:
+                self.prompts.append(workflow.prompt_ids(problem))
+                self.problems.append(problem)
+            except DataError as error:
+                self.excluded.append(str(error))
+        if not self.problems:
+            raise DataError(f"evaluate: none of {count} held-out problems can be used; the first: {self.excluded[0]}")
         self.model_config = model_config
         self.engine = EmbeddedEngine(
             model_config,
-            max_slots=min(256, count * config.evaluate.samples),
+            max_slots=min(256, len(self.problems) * config.evaluate.samples),
             max_context=model_config.max_position_embeddings,
         )
 

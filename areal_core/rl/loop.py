@@ -122,14 +122,17 @@ class Run:
         self.publisher.publish(self.version)
         self.rollout = self._build_rollout()
         stack.callback(self.rollout.stop)
-        self.evaluator = Evaluator(config, self.workflow, self.model.config, self.publisher.store)
+        self.evaluator: Evaluator | None = None
+        if config.evaluate.every:
+            self.evaluator = Evaluator(config, self.workflow, self.model.config, self.publisher.store)
+            warnings += self.evaluator.excluded
         self.before: dict[str, float] = state.get("before", {})
         if resume:
             self.trainer.load_state_dict(state["trainer"])
             self.rollout.load_state_dict(state["rollout"])
             self.recorder.on_event("resume", f"from the checkpoint of step {self.version}")
         for warning in warnings:
-            self.recorder.on_event("corrupt_checkpoint", warning)
+            self.recorder.on_event("warning", warning)
 
     def loop(self) -> RunResult:
         """Batch, train, publish, record, evaluate, checkpoint; again."""
@@ -202,7 +205,7 @@ class Run:
         return self._evaluate() if every and (self.version % every == 0 or last) else {}
 
     def _evaluate(self) -> dict[str, float]:
-        if not self.config.evaluate.every:
+        if self.evaluator is None:
             return {}
         start = time.monotonic()
         with self.recorder.span("evaluate"):

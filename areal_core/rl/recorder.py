@@ -37,8 +37,8 @@ class Recorder:
         self._samples = SampleLog(run_dir, resume_step=resume_step)
         self._events = EventLog(run_dir)
         self._tracer = Tracer(run_dir / "trace.json", "trainer") if telemetry.trace else None
-        plain = {"auto": None, "live": False, "plain": True, "off": True}[telemetry.progress]
-        self._progress = None if telemetry.progress == "off" else Progress(config.train.steps, _title(config), plain)
+        plain = {"auto": None, "live": False, "plain": True, "none": True}[telemetry.progress]
+        self._progress = None if telemetry.progress == "none" else Progress(config.train.steps, _title(config), plain)
         self._start = time.monotonic() - elapsed_s
         self._step = resume_step or 0
         self._lock = threading.Lock()
