@@ -37,7 +37,7 @@ def run(config: str | None, overrides: list[str], steps: int, seed: int) -> list
         command += [f"run_dir={folder}/run", f"train.steps={steps}", f"seed={seed}", "evaluate.every=0"]
         command += ["telemetry.report=false", "telemetry.tensorboard=false", "telemetry.progress=none", *overrides]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return read_metrics(Path(folder) / "run")
+        return [row for row in read_metrics(Path(folder) / "run") if row["step"] > 0]
 
 
 def summarize(rows: list[dict[str, Any]], skip: int, accuracy: float) -> dict[str, float]:

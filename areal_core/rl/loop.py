@@ -136,10 +136,11 @@ class Run:
 
     def loop(self) -> RunResult:
         """Batch, train, publish, record, evaluate, checkpoint; again."""
-        evaluation = self.before or self._evaluate()
-        if not self.before:
-            self.before = evaluation
-            self.recorder.show_evaluation({"step": 0, **evaluation})
+        if not self.before and self.version == 0:
+            self.before = self._evaluate()
+            if self.before:
+                self.recorder.start(self.before)
+        evaluation = self.before
         with _interrupts() as interrupted:
             self.rollout.start(self.version)
             while self.version < self.config.train.steps and not interrupted():

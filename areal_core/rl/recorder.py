@@ -110,10 +110,12 @@ class Recorder:
             self._progress.update(complete, rows[0] if rows else None)
         return complete
 
-    def show_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Show an evaluation that belongs to no training step (before the first one)."""
+    def start(self, evaluation: Mapping[str, Any]) -> None:
+        """Write and show the evaluation of the starting policy, as step 0."""
+        row = {"step": 0, "version": 0, "time_s": self.elapsed_s, **evaluation}
+        self._metrics.log(row)
         if self._progress is not None:
-            self._progress.update(metrics)
+            self._progress.update(row)
 
     def _rates(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         now = time.monotonic()

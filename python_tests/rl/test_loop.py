@@ -31,6 +31,11 @@ def settings(run_dir, *more):
     return [*SMALL, f"run_dir={run_dir}", *more]
 
 
+def steps_of(run_dir):
+    """The training steps; the metrics also hold the evaluation before the first one, as step 0."""
+    return [row for row in read_metrics(run_dir) if row["step"] > 0]
+
+
 def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
@@ -46,7 +51,7 @@ class Running:
     def wait_for_step(self, step, seconds=120):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            rows = read_metrics(self.run_dir)
+            rows = steps_of(self.run_dir)
             if rows and rows[-1]["step"] >= step:
                 return
             if self.process.poll() is not None:
@@ -76,7 +81,9 @@ class Running:
 def test_a_run_leaves_a_complete_record(tmp_path, eta):
     run_dir = tmp_path / "run"
     assert main(["train", *settings(run_dir, f"rollout.eta={eta}", "train.steps=4")]) == 0
-    rows = read_metrics(run_dir)
+    before, *rows = read_metrics(run_dir)
+    assert before["step"] == 0
+    assert 0 <= before["eval/accuracy_sampled"] <= 1
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         assert row["count/groups"] == 8
@@ -103,14 +110,14 @@ def test_synchronous_runs_repeat_bit_for_bit(tmp_path):
     runs = []
     for name in ("a", "b"):
         assert main(["train", *settings(tmp_path / name, "rollout.eta=0", "train.steps=3", "seed=5")]) == 0
-        runs.append([[row[key] for key in keys] for row in read_metrics(tmp_path / name)])
+        runs.append([[row[key] for key in keys] for row in steps_of(tmp_path / name)])
     assert runs[0] == runs[1]
 
 
 def test_the_seed_matters(tmp_path):
     for seed in (1, 2):
         assert main(["train", *settings(tmp_path / str(seed), "rollout.eta=0", "train.steps=1", f"seed={seed}")]) == 0
-    assert read_metrics(tmp_path / "1")[0]["tokens/trained"] != read_metrics(tmp_path / "2")[0]["tokens/trained"]
+    assert steps_of(tmp_path / "1")[0]["tokens/trained"] != steps_of(tmp_path / "2")[0]["tokens/trained"]
 
 
 def test_an_existing_run_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
@@ -119,7 +126,7 @@ def test_an_existing_run_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     assert main(arguments) == 2
     assert "--resume continues it, --fresh deletes it" in capsys.readouterr().err
     assert main([*arguments, "--fresh"]) == 0
-    assert len(read_metrics(tmp_path / "run")) == 1
+    assert len(steps_of(tmp_path / "run")) == 1
 
 
 def test_a_killed_generator_is_replaced_and_nothing_is_lost(tmp_path):
@@ -129,7 +136,7 @@ def test_a_killed_generator_is_replaced_and_nothing_is_lost(tmp_path):
     os.kill(running.generators()[0], signal.SIGKILL)
     code, out = running.finish()
     assert code == 0, out
-    rows = read_metrics(run_dir)
+    rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert rows[-1]["count/generator_restarts"] == 1
     assert all(row["count/groups"] == 8 and row["staleness/max"] <= 4 for row in rows)
@@ -142,9 +149,9 @@ def test_a_killed_trainer_resumes_with_the_same_history(tmp_path):
     running.wait_for_step(5)
     running.process.kill()
     running.finish()
-    before = {row["step"]: row for row in read_metrics(run_dir)}
+    before = {row["step"]: row for row in steps_of(run_dir)}
     assert main(["train", *settings(run_dir, "train.steps=8"), "--resume"]) == 0
-    rows = read_metrics(run_dir)
+    rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     (resumed,) = [e for e in events(run_dir) if e["kind"] == "resume"]
     kept = resumed["step"]
@@ -178,7 +185,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path):
     kinds = {e["kind"]: e["text"] for e in events(run_dir)}
     assert "model.safetensors is corrupt" in kinds["warning"]
     assert "step 2" in kinds["resume"]
-    assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3, 4, 5]
 
 
 def test_nothing_to_resume_is_a_clear_error(tmp_path, capsys):
@@ -194,7 +201,7 @@ def test_bad_lines_of_a_dataset_are_counted_and_training_goes_on(tmp_path):
     run_dir = tmp_path / "run"
     arguments = settings(run_dir, "task.name=jsonl", options, "train.steps=2", "evaluate.every=0")
     assert main(["train", *arguments]) == 0
-    rows = read_metrics(run_dir)
+    rows = steps_of(run_dir)
     assert rows[-1]["count/bad_problems"] > 0
     assert rows[-1]["count/groups"] == 8
 
