@@ -1,4 +1,5 @@
-// One registration function per stateful subsystem, defined in bind/<subsystem>.cpp and called by module.cpp.
+// One registration function per stateful subsystem, defined in bind/<subsystem>.cpp and called by module.cpp. What they
+// define has its types in areal_core/_C.pyi; python_tests/test_native_stub.py compares the two.
 #pragma once
 
 #include <pybind11/pybind11.h>
