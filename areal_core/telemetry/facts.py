@@ -28,6 +28,11 @@ _SETTINGS = (
 )
 
 
+_RUN_STATES = frozenset(
+    ("interrupted", "failed", "resume", "finished")
+)  # events that begin or end a stretch of the run
+
+
 class Fact(NamedTuple):
     """One number of the header: what it is, its value, and how it was obtained."""
 
@@ -62,7 +67,13 @@ def gather_facts(run: RunData) -> list[Fact]:
 def gather_settings(run: RunData) -> list[tuple[str, str]]:
     """The settings a reader asks for first, as far as the configuration has them."""
     found = [(label, run.setting(key)) for label, key in _SETTINGS]
-    return [(label, "∞" if value == math.inf else str(value)) for label, value in found if value is not None]
+    return [(label, _setting_text(value)) for label, value in found if value is not None]
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, float):
+        return "∞" if value == math.inf else f"{value:g}"
+    return str(value)
 
 
 def nonfinite_notes(run: RunData) -> list[str]:
@@ -149,11 +160,10 @@ def eta(run: RunData) -> float | None:
 
 def summarize(run: RunData) -> str:
     """The run in a sentence or two."""
-    if not run.metrics:
+    if not run.last_step:
         return "No training step was recorded."
-    steps = len(run.metrics)
     time = duration(run.wall_time_s)
-    sentence = f"In {steps:,} {'step' if steps == 1 else 'steps'}" + (f" and {time}" if time else "")
+    sentence = f"In {run.last_step:,} {'step' if run.last_step == 1 else 'steps'}" + (f" and {time}" if time else "")
     change = accuracy_change(run)
     if change is None:
         sentence += " nothing but the figures below was recorded."
@@ -182,19 +192,18 @@ def _accuracy_fact(run: RunData) -> Fact | None:
 
 def _steps_fact(run: RunData) -> Fact:
     planned = finite(run.setting("train.steps"))
-    last = run.metrics[-1]["step"] if run.metrics else 0
     note = f"of {planned:,.0f} planned" if planned is not None else ""
-    ended = [event.get("kind") for event in run.events if event.get("kind") in ("interrupted", "failed", "resume")]
-    if ended and ended[-1] != "resume":
-        note = f"{note}, {ended[-1]}".lstrip(", ")
-    return Fact("Steps", f"{last:,}", note)
+    ends = [event.get("kind") for event in run.events if event.get("kind") in _RUN_STATES]
+    if ends and ends[-1] in ("interrupted", "failed"):
+        note = f"{note}, {ends[-1]}".lstrip(", ")
+    return Fact("Steps", f"{run.last_step:,}", note)
 
 
 def _time_fact(run: RunData) -> Fact | None:
     text = duration(run.wall_time_s)
     if text is None or run.wall_time_s is None:
         return None
-    return Fact("Wall time", text, f"{compact(run.wall_time_s / max(len(run.metrics), 1))} s per step")
+    return Fact("Wall time", text, f"{compact(run.wall_time_s / max(run.last_step, 1))} s per step")
 
 
 def _rate_fact(run: RunData, label: str, kind: str) -> Fact | None:

@@ -73,7 +73,8 @@ class MetricsLog:
         """Write one step.
 
         Args:
-            metrics: `step` (int, larger than every step before) and any of numbers, 0-d tensors, lists and strings.
+            metrics: `step` (int, larger than every step before; 0 for what was measured before the first) and any of
+                numbers, 0-d tensors, lists and strings. `version` is the one that the step published.
                 NaN and infinities become null and are listed in an extra entry `nonfinite`. A list under a key that
                 ends in `/histogram` counts the values 0, 1, 2, ...; other lists are taken as samples of a histogram.
 

@@ -146,7 +146,8 @@ class Progress:
         if len(self._accuracies) > 1:
             parts += [Text(), self._curve()]
         if self._sample:
-            parts += [Text(), sample_text(self._sample, finite(self._metrics.get("version")))]
+            published = finite(self._metrics.get("version"))
+            parts += [Text(), sample_text(self._sample, None if published is None else published - 1)]
         return Panel(Group(*parts), title=Text(self._title, style="bold"), title_align="left", border_style="dim")
 
     def _header(self) -> RenderableType:

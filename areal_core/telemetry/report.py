@@ -19,14 +19,21 @@ REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.svg"
 
 _SCRIPTS = ("base.js", "curves.js", "staleness.js", "timeline.js", "samples.js", "main.js")
-_COUNTS = (
+_COUNTS_OF_STEPS = (
     ("groups trained on", "count/groups"),
+    ("groups without contrast (all rewards equal)", "count/zero_variance_groups"),
     ("tokens generated", "tokens/generated"),
     ("tokens trained on", "tokens/trained"),
-    ("tokens withheld for their age", "count/withheld_tokens"),
+    ("tokens withheld from the loss", "count/withheld_tokens"),
     ("sequences interrupted by an update", "count/interrupted"),
-    ("samples excluded (reward failed)", "count/excluded"),
-    ("groups without contrast (all rewards equal)", "count/zero_variance_groups"),
+    ("samples excluded", "count/excluded"),
+    ("updates skipped, gradient not finite", "count/nonfinite_updates"),
+)
+_COUNTS_SO_FAR = (
+    ("samples whose verifier failed", "count/failed_samples"),
+    ("problems left out", "count/bad_problems"),
+    ("groups dropped", "count/dropped_groups"),
+    ("samples sampled again", "count/requeued_samples"),
     ("generator restarts", "count/generator_restarts"),
 )
 
@@ -85,7 +92,8 @@ def render_report(run: RunData) -> str:
 
 
 def _record(run: RunData) -> str:
-    totals = [(label, sum(run.values(key))) for label, key in _COUNTS if run.values(key)]
+    totals = [(label, sum(run.values(key))) for label, key in _COUNTS_OF_STEPS if run.values(key)]
+    totals += [(label, max(run.values(key))) for label, key in _COUNTS_SO_FAR if run.values(key)]
     counts = [(label, compact(total) or "") for label, total in totals]
     parts = [
         '<div class="record">',

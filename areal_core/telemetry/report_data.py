@@ -176,9 +176,8 @@ def _samples(run: RunData) -> list[dict[str, Any]]:
 def _sample(row: Row, versions: dict[int, float | None], longest: int) -> dict[str, Any]:
     step = finite(row.get("step"))
     own = [int(finite(version) or 0) for version in row.get("versions") or []]
-    consumed = finite(row.get("version"))
-    if consumed is None and step is not None:
-        consumed = versions.get(int(step))
+    published = versions.get(int(step)) if step is not None else None
+    trained_at = int(published) - 1 if published is not None else 0
     return {
         "step": step,
         "group": finite(row.get("group")),
@@ -186,7 +185,7 @@ def _sample(row: Row, versions: dict[int, float | None], longest: int) -> dict[s
         "tokens": [str(token) for token in row["tokens"][:longest]],
         "versions": own[:longest],
         "logprobs": _rounded([finite(value) for value in row.get("logprobs") or []][:longest], 4),
-        "version": max([*own, int(consumed or 0)]),
+        "version": max([*own, trained_at]),
         "length": len(row["tokens"]),
         "reward": finite(row.get("reward")),
         "advantage": finite(row.get("advantage")),

@@ -53,6 +53,11 @@ class RunData:
         return [number for row in self.metrics if (number := finite(row.get(key))) is not None]
 
     @property
+    def last_step(self) -> int:
+        """The last training step; 0 when there was none (an evaluation before the first step counts as step 0)."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
     def wall_time_s(self) -> float | None:
         """Seconds from the start to the last step, or to the end of the trace when the metrics do not say."""
         return max(self.values("time_s"), default=self.timeline.duration_us / 1e6 or None)

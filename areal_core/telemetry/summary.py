@@ -71,7 +71,7 @@ def _curve_panel(run: RunData, box: Box, title: str, lines: Sequence[Curve], sho
         return [*parts, _empty(box)]
     numbers = [value for curve in known for value in curves.values[curve.key] if value is not None]
     top = 1.0 if shown is _percent else max(numbers) * 1.06
-    first = 0.0 if 0 < curves.steps[0] < 0.05 * curves.steps[-1] else curves.steps[0]
+    first = 0.0 if curves.steps[0] <= max(1.0, 0.05 * curves.steps[-1]) else curves.steps[0]
     x = svg.scale(first, curves.steps[-1], box.left, box.right)
     y = svg.scale(min(0.0, *numbers), max(top, 1e-9), box.bottom, box.top)
     for level in svg.ticks(min(0.0, *numbers), top, 4):

@@ -123,7 +123,7 @@ class SyntheticRun:
         ages = self.ages(step, tokens)
         row = {
             "step": step,
-            "version": step - 1,
+            "version": step,
             "time_s": (self.time.us - self.start_us) / 1e6,
             "reward/mean": accuracy + 0.05 * noise(0, 0.3),
             "reward/accuracy": accuracy,
@@ -162,8 +162,9 @@ class SyntheticRun:
             row |= {
                 "eval/accuracy_greedy": min(1, accuracy + 0.02),
                 "eval/accuracy_sampled": max(0, accuracy - 0.03),
+                "eval/accuracy_sampled_standard_error": 0.02,
                 "eval/response_tokens_mean": length,
-                "eval/version": step - 1,
+                "eval/version": step,
             }
         return row
 

@@ -104,6 +104,14 @@ def test_sample_is_coloured_by_version_age():
     assert "\n" not in text.plain
 
 
+def test_ages_count_from_the_version_that_trained():
+    progress = Progress(40, "run", plain=False, file=Terminal())
+    progress.update(METRICS | {"version": 11}, sample={"tokens": ["a", "b"], "versions": [9, 10]})
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
+    console.print(progress._render())
+    assert "\x1b[36ma\x1b[0m\x1b[32mb\x1b[0m" in console.file.getvalue()  # cyan: age 1; green: age 0
+
+
 def test_an_exception_gives_the_terminal_back():
     terminal = Terminal()
 

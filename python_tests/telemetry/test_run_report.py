@@ -65,6 +65,11 @@ def test_facts_are_the_runs_numbers(finished):
     assert ("η", "4") in gather_settings(read_run(finished))
 
 
+def test_settings_are_short(tmp_path):
+    (tmp_path / "config.yaml").write_text("rollout: {eta: 4.0}\ntrain: {learning_rate: 0.00002}\nseed: 3\n")
+    assert gather_settings(read_run(tmp_path)) == [("η", "4"), ("learning rate", "2e-05"), ("seed", "3")]
+
+
 def test_time_shares_add_up(finished):
     run = read_run(finished)
     assert sum(trainer_seconds(run).values()) == pytest.approx(run.wall_time_s, rel=1e-3)
@@ -135,6 +140,35 @@ def test_of_a_step_that_is_there_twice_the_later_line_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read_run(tmp_path)
     assert [(row["step"], row["a"]) for row in run.metrics] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+
+
+def test_sample_ages_count_from_the_version_that_trained(finished):
+    data = report_data(read_run(finished))
+    assert all(sample["version"] == sample["step"] - 1 for sample in data["samples"])
+    ages = {sample["version"] - version for sample in data["samples"] for version in sample["versions"]}
+    assert ages == {0, 1}
+
+
+def test_an_evaluation_before_the_first_step_is_where_accuracy_starts(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.log({"step": 0, "eval/accuracy_greedy": 0.25})
+        assert summarize(read_run(tmp_path)) == "No training step was recorded."
+        log.log({"step": 1, "version": 1, "time_s": 4.0})
+        log.log({"step": 2, "version": 2, "time_s": 8.0, "eval/accuracy_greedy": 0.5})
+    facts = facts_of(tmp_path)
+    assert facts["Accuracy"][0] == "25.0% → 50.0%"
+    assert facts["Steps"][0] == "2"
+    assert facts["Wall time"] == ("8.0 s", "4 s per step")
+    assert summarize(read_run(tmp_path)).startswith("In 2 steps and 8.0 s, accuracy (greedy evaluation) rose")
+
+
+def test_counts_of_steps_add_up_and_running_counts_do_not(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for step in (1, 2, 3):
+            log.log({"step": step, "count/groups": 8, "count/generator_restarts": min(step, 2)})
+    page = write_report(tmp_path).read_text()
+    assert re.search(r"<td>groups trained on</td><td class=\"number\">24</td>", page)
+    assert re.search(r"<td>generator restarts</td><td class=\"number\">2</td>", page)
 
 
 def test_samples_come_in_the_order_of_their_steps(tmp_path):

@@ -3,7 +3,7 @@
 const PANELS = {
   learning: [
     { title: "Accuracy", percent: true, lines: [["reward/accuracy", "training", "--c1"], ["eval/accuracy_greedy", "greedy", "--c2"],
-      ["eval/accuracy_sampled", "sampled", "--c3"]] },
+      ["eval/accuracy_sampled", "sampled", "--c3", "eval/accuracy_sampled_standard_error"]] },
     { title: "Response length, tokens", zero: true, lines: [["response/tokens_mean", "training", "--c1"],
       ["eval/response_tokens_mean", "evaluation", "--c2"]] },
     { title: "Reward", lines: [["reward/mean", "mean", "--c1"]] },
@@ -43,7 +43,7 @@ function startCurves() {
     const parent = document.querySelector(`#${section} > .panels`);
     for (const spec of specs) addChart(parent, spec);
   }
-  const charted = new Set(Object.values(PANELS).flat().flatMap((spec) => spec.lines.map(([key]) => key)));
+  const charted = new Set(Object.values(PANELS).flat().flatMap((spec) => spec.lines.flatMap(([key, , , error]) => [key, error])));
   const others = Object.keys(DATA.curves.values).filter((key) => !charted.has(key) && !SHOWN_ELSEWHERE.test(key));
   const more = document.getElementById("more");
   more.hidden = others.length === 0;
@@ -128,11 +128,11 @@ function quantile(sorted, share) {
 class Chart {
   constructor(parent, spec, lines) {
     this.spec = spec;
-    this.lines = lines.map(([key, label, variable]) => {
+    this.lines = lines.map(([key, label, variable, error]) => {
       const values = DATA.curves.values[key];
       const present = values.filter((value) => value !== null).length;
       return { key, label, variable, values, present, sparse: present < 0.5 * values.length,
-        low: DATA.curves.low[key], high: DATA.curves.high[key] };
+        low: DATA.curves.low[key], high: DATA.curves.high[key], errors: DATA.curves.values[error] };
     });
     this.show = spec.percent ? format.percent : format.compact;
     this.caption = element("figcaption", {}, element("span", {}, spec.title));
@@ -177,7 +177,7 @@ class Chart {
     const known = this.xs.filter((x) => x !== null);
     let [low, high] = [Math.min(...known), Math.max(...known)];
     if (!(high > low)) [low, high] = [low - 1, low + 1];
-    if (low > 0 && low < 0.05 * high) low = 0;
+    if (low > 0 && (low <= 1 || low < 0.05 * high)) low = 0;
     const { left, right } = this.box;
     this.domain = [low, high];
     this.x = (value) => left + ((value - low) / (high - low)) * (right - left);
@@ -240,6 +240,7 @@ class Chart {
       parent.append(svg("path", { class: "raw", d: this.path(line.values, line.sparse), style: `stroke:${paint}` }));
     }
     parent.append(svg("path", { class: "curve", d: this.path(line.shown, line.sparse), style: `stroke:${paint}` }));
+    if (line.errors) parent.append(svg("path", { class: "whisker", d: this.whiskers(line), style: `stroke:${paint}` }));
     const dotted = line.sparse && line.present < (this.box.right - this.box.left) / 9;
     const alone = (index) => (line.shown[index - 1] ?? null) === null && (line.shown[index + 1] ?? null) === null;
     line.shown.forEach((value, index) => {
@@ -247,6 +248,15 @@ class Chart {
         parent.append(svg("circle", { cx: this.x(this.xs[index]), cy: this.y(value), r: 2.6, style: `fill:${paint}` }));
       }
     });
+  }
+
+  // One standard error up and down at each value.
+  whiskers(line) {
+    return line.values.map((value, index) => {
+      const error = line.errors[index] ?? null;
+      if (value === null || error === null || this.xs[index] === null) return "";
+      return `M${this.x(this.xs[index]).toFixed(1)} ${this.y(value - error).toFixed(1)}V${this.y(value + error).toFixed(1)}`;
+    }).join("");
   }
 
   path(values, bridgeGaps) {

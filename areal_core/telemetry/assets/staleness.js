@@ -8,7 +8,7 @@ function startStaleness() {
   if (total > 0) parent.prepend(ageHistogram(total));
   const note = document.getElementById("staleness-note");
   const bound = DATA.staleness.unbounded ? "The age is not bounded." : DATA.staleness.eta === null ? "" : `The bound η is ${DATA.staleness.eta}.`;
-  const withheld = DATA.staleness.withheld ? ` ${format.compact(DATA.staleness.withheld)} tokens were older than that and withheld from the loss.` : "";
+  const withheld = DATA.staleness.withheld ? ` ${format.compact(DATA.staleness.withheld)} tokens were withheld from the loss.` : "";
   note.textContent = bound + withheld;
 }
 
@@ -63,7 +63,7 @@ function ageCourse() {
   const ages = shares[0].length;
   return agePanel("Ages over the run, share of tokens", (picture, width, height) => {
     const [left, right, top, bottom] = [46, width - 8, 8, height - 22];
-    const first = steps[0] < 0.05 * steps.at(-1) ? 0 : steps[0];
+    const first = steps[0] <= 1 || steps[0] < 0.05 * steps.at(-1) ? 0 : steps[0];
     const x = (step) => left + ((step - first) / (steps.at(-1) - first)) * (right - left);
     const y = (share) => bottom - share * (bottom - top);
     const below = shares.map(() => 0);

@@ -14,7 +14,7 @@ function startTimeline() {
 }
 
 // Rows as sorted arrays: segment i runs from starts[i] to ends[i].
-function unpackRow(row, names) {
+function unpackRow(row, names, alone) {
   const count = row.flat.length / 4;
   const unpacked = { ...row, starts: new Float64Array(count), ends: new Float64Array(count), names: new Int32Array(count), details: new Int32Array(count) };
   let time = 0;
@@ -25,7 +25,7 @@ function unpackRow(row, names) {
     unpacked.names[index] = name;
     unpacked.details[index] = detail;
   }
-  unpacked.label = row.process + (row.track && row.track !== "loop" && row.track !== row.process ? ` · ${row.track}` : "");
+  unpacked.label = alone ? row.process : `${row.process} · ${row.track}`;
   unpacked.canIdle = unpacked.names.some((name) => isIdle(names[name]));
   return unpacked;
 }
@@ -44,7 +44,8 @@ function firstEndingAfter(row, time) {
 class TimelineView {
   constructor(parent, trace) {
     this.trace = trace;
-    this.rows = trace.rows.map((row) => unpackRow(row, trace.names));
+    const alone = (row) => trace.rows.filter((other) => other.process === row.process).length === 1;
+    this.rows = trace.rows.map((row) => unpackRow(row, trace.names, alone(row)));
     this.rowHeight = this.rows.length > 16 ? 14 : 26;
     this.rowGap = this.rows.length > 16 ? 3 : 6;
     this.overviewRow = this.rows.length > 8 ? 3 : 7;
