@@ -2,6 +2,9 @@
 // device (__expf: 2 ulp + 2^-21 |x|): tolerances of kernel tests must not rest on what the host computes.
 #pragma once
 
+#include <math.h>  // expf, isnan and the rest in the global namespace, as CUDA has them
+#include <math_constants.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -26,7 +29,7 @@ void check_aligned(const T* address, Location where) {
 template <class T>
 T load(const T* address, Location where) {
   check_aligned(address, where);
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(CUDA_SHIM_ASAN)
   const volatile char* bytes = reinterpret_cast<const char*>(address);
   (void)bytes[0];
   (void)bytes[sizeof(T) - 1];

@@ -23,7 +23,7 @@
 
 // AddressSanitizer puts redzones round plain statics only. Elsewhere thread_local tells shared arrays from other
 // statics, so that they can be filled with NaN and watched by the race checker.
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(CUDA_SHIM_ASAN)
 #define __shared__ static
 #else
 #define __shared__ static thread_local

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <new>
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(CUDA_SHIM_ASAN)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -86,7 +86,7 @@ Fiber* entering = nullptr;
 
 // First thing on the stack switched to: tells AddressSanitizer, and learns the bounds of the stack just left.
 void arrive() {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(CUDA_SHIM_ASAN)
   __sanitizer_finish_switch_fiber(entering->fake_stack, &leaving->stack_low, &leaving->stack_bytes);
 #endif
 }
@@ -115,7 +115,7 @@ void* initial_frame(char* top) {
 }  // namespace
 
 void prepare_fiber(Fiber& fiber, char* stack_low, size_t stack_bytes, void (*entry)()) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(CUDA_SHIM_ASAN)
   __asan_unpoison_memory_region(stack_low, stack_bytes);  // an abandoned fiber leaves its redzones behind
 #endif
   fiber.stack_low = stack_low;
@@ -128,7 +128,7 @@ void prepare_fiber(Fiber& fiber, char* stack_low, size_t stack_bytes, void (*ent
 void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool last) {
   leaving = &from;
   entering = &to;
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(CUDA_SHIM_ASAN)
   __sanitizer_start_switch_fiber(last ? nullptr : &from.fake_stack, to.stack_low, to.stack_bytes);
 #endif
   cuda_shim_switch_stack(&from.stack_pointer, to.stack_pointer);

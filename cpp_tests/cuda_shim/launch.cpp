@@ -52,7 +52,7 @@ Options& options() {
 Variant variant() {
 #if defined(CUDA_SHIM_RACE)
   return Variant::kRace;
-#elif defined(__SANITIZE_ADDRESS__)
+#elif defined(CUDA_SHIM_ASAN)
   return Variant::kAsan;
 #else
   return Variant::kPlain;
