@@ -139,12 +139,18 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     none = (None,) * 6
     if not inplace_backward:
         return torch.ops.areal_core.logprob_backward.default(*args), *none
-    torch.ops.areal_core.logprob_backward_.default(*args)
+    with torch.no_grad():
+        torch.ops.areal_core.logprob_backward_.default(*args)
     torch.autograd.graph.increment_version(logits)
     return logits.detach(), *none
+
+
+def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
+    raise NotImplementedError("logprob_from_logits: expected one backward pass; the op has no second derivative")
 
 
 torch.library.register_fake("areal_core::logprob_forward", _fake_forward)
 torch.library.register_fake("areal_core::logprob_backward", _fake_backward)
 torch.library.register_fake("areal_core::logprob_backward_", _fake_backward_inplace)
 torch.library.register_autograd("areal_core::logprob_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("areal_core::logprob_backward", _refuse_second_derivative)

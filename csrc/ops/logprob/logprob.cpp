@@ -86,7 +86,7 @@ void check_live_rows(const LogprobInput<Real>& input) {
     AREAL_CHECK(label >= 0 && label < input.vocab, op, ": expected labels[", row, "] in [0, ", input.vocab,
                 ") or equal to ignore_index = ", input.ignore_index, ", got ", label);
     const Real temperature = input.row_temperature(row);
-    AREAL_CHECK(temperature > 0 && std::isfinite(temperature) && std::isnormal(temperature), op,
+    AREAL_CHECK(temperature > 0 && std::isnormal(temperature), op,
                 ": expected temperature of row ", row, " > 0 and finite, got ", temperature);
   }
 }

@@ -1,5 +1,6 @@
 // Schema, argument checks and registration. The public function, the fake kernels and the autograd formula are in
 // areal_core/ops/logprob.py.
+#include <limits>
 #include <tuple>
 
 #include "bind/torch_tensor.h"
@@ -23,7 +24,8 @@ LogprobInput<Real> make_input(const Tensor& logits, const Tensor& labels, const 
   AREAL_CHECK(logits.dim() == 2, kOp, ": expected logits of shape [T, V], got ", logits.dim(), "-D");
   AREAL_CHECK(logits.stride(1) == 1 || logits.size(1) <= 1, kOp, ": expected logits.stride(-1) = 1, got ",
               logits.stride(1));
-  AREAL_CHECK(temperature > 0 && temperature < 1e30, kOp, ": expected temperature > 0 and finite, got ", temperature);
+  AREAL_CHECK(temperature >= std::numeric_limits<float>::min() && temperature <= std::numeric_limits<float>::max(), kOp,
+              ": expected temperature > 0 and finite, got ", temperature);
   const int64_t rows = logits.size(0);
   LogprobInput<Real> input;
   input.logits = logits.const_data_ptr();
