@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     evaluate.set_defaults(run=_evaluate)
 
-    report = commands.add_parser("report", help="write report.html of a run, finished or not")
+    report = commands.add_parser("report", help="write report.html and summary.svg of a run, finished or not")
     report.add_argument("run_dir")
     report.set_defaults(run=_report)
 
@@ -75,7 +75,7 @@ def _train(args: argparse.Namespace) -> int:
         before, after = result.before["eval/accuracy_sampled"], result.after["eval/accuracy_sampled"]
         print(f"sampled accuracy {before:.3f} -> {after:.3f} in {result.steps} steps, {result.elapsed_s:.1f} s")
     if config.telemetry.report:
-        from areal_core.telemetry.report import write_report
+        from areal_core.telemetry import write_report
 
         print(f"report: {write_report(result.run_dir)}")
     if result.interrupted:
@@ -95,10 +95,9 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from areal_core.telemetry.report import write_report
+    from areal_core.telemetry import report_command
 
-    print(write_report(args.run_dir))
-    return 0
+    return report_command(args.run_dir)
 
 
 def _info(_args: argparse.Namespace) -> int:

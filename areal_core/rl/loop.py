@@ -136,10 +136,9 @@ class Run:
 
     def loop(self) -> RunResult:
         """Batch, train, publish, record, evaluate, checkpoint; again."""
-        if not self.before and self.version == 0:
+        if self.version == 0:
             self.before = self._evaluate()
-            if self.before:
-                self.recorder.start(self.before)
+        self.recorder.start(self.before if self.version == 0 else {})
         evaluation = self.before
         with _interrupts() as interrupted:
             self.rollout.start(self.version)

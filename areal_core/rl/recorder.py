@@ -111,7 +111,10 @@ class Recorder:
         return complete
 
     def start(self, evaluation: Mapping[str, Any]) -> None:
-        """Write and show the evaluation of the starting policy, as step 0."""
+        """Say that training begins; the evaluation of the starting policy, if any, is written as step 0."""
+        self._last_time = time.monotonic()
+        if not evaluation:
+            return
         row = {"step": 0, "version": 0, "time_s": self.elapsed_s, **evaluation}
         self._metrics.log(row)
         if self._progress is not None:
