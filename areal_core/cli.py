@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     which = train.add_mutually_exclusive_group()
     which.add_argument("--resume", action="store_true", help="continue run_dir from its newest usable checkpoint")
-    which.add_argument("--fresh", action="store_true", help="delete run_dir first, if it holds a run")
+    which.add_argument("--fresh", action="store_true", help="delete the run that run_dir holds, if any")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="pass@1 of a model directory on a task")
@@ -69,19 +69,35 @@ def _train(args: argparse.Namespace) -> int:
             raise FileExistsError(
                 f"{run_dir} holds a run: --resume continues it, --fresh deletes it, run_dir=... goes elsewhere"
             )
-        shutil.rmtree(run_dir)
+        _remove_run(run_dir)
     result = train(config, resume=args.resume)
     if result.before and result.after:
         before, after = result.before["eval/accuracy_sampled"], result.after["eval/accuracy_sampled"]
         print(f"sampled accuracy {before:.3f} -> {after:.3f} in {result.steps} steps, {result.elapsed_s:.1f} s")
     if config.telemetry.report:
-        from areal_core.telemetry import write_report
+        from areal_core.telemetry import report_command
 
-        print(f"report: {write_report(result.run_dir)}")
+        report_command(result.run_dir)
     if result.interrupted:
         print(f"interrupted after step {result.steps}; continue with: areal-core train {run_dir}/config.yaml --resume")
         return 130
     return 0
+
+
+def _remove_run(run_dir: Path) -> None:
+    """Remove what a run writes, and nothing else that may lie in its folder."""
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in (
+        "config.yaml",
+        "events.jsonl",
+        "metrics.jsonl",
+        "report.html",
+        "samples.jsonl",
+        "summary.svg",
+        "trace.json",
+    ):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -45,7 +45,7 @@ class Evaluator:
         self.engine = EmbeddedEngine(
             model_config,
             max_slots=min(256, len(self.problems) * config.evaluate.samples),
-            max_context=model_config.max_position_embeddings,
+            threads=config.train.threads,
         )
 
     def run(self) -> dict[str, float]:

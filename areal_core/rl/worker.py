@@ -62,9 +62,7 @@ class Generator:
         self.spec = spec
         self.store = store
         self.connection = connection
-        self.engine: Engine = EmbeddedEngine(
-            spec.model_config, max_slots=spec.max_slots, max_context=spec.model_config.max_position_embeddings
-        )
+        self.engine: Engine = EmbeddedEngine(spec.model_config, max_slots=spec.max_slots, threads=spec.generate.threads)
         tokenizer = load_tokenizer(spec.model_dir)
         self.workflow = SingleTurnWorkflow(
             get_task(spec.task.name, **spec.task.options),

@@ -125,7 +125,9 @@ def test_an_existing_run_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     assert main(arguments) == 0
     assert main(arguments) == 2
     assert "--resume continues it, --fresh deletes it" in capsys.readouterr().err
+    (tmp_path / "run" / "notes.txt").write_text("mine")
     assert main([*arguments, "--fresh"]) == 0
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     assert len(steps_of(tmp_path / "run")) == 1
 
 
