@@ -29,7 +29,7 @@ void send_chunks(const Plan& plan, ChunkRange range, std::span<const std::byte* 
               "send_chunks: expected 0 <= begin <= end <= ", chunks, ", got [", range.begin, ", ", range.end, ")");
   AREAL_CHECK(checksums.size() == plan.pieces.size(), "send_chunks: expected ", plan.pieces.size(), " checksums, got ",
               checksums.size());
-  parallel_for(range.begin, range.end, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(range.begin, range.end, chunks_per_thread(plan), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       send_chunk(plan, plan.chunks[static_cast<size_t>(i)], sources, transport, stores, checksums);
     }

@@ -9,6 +9,7 @@ namespace areal::reshard {
 namespace {
 
 constexpr int64_t kMaxChunks = int64_t{1} << 24;
+constexpr int64_t kBytesPerThread = int64_t{2} << 20;
 
 uint64_t digest_of(const Layout& source, const Layout& target, const Plan& plan) {
   std::vector<int64_t> words = {static_cast<int64_t>(source.digest()), static_cast<int64_t>(target.digest())};
@@ -60,6 +61,13 @@ Plan make_plan(const Layout& source, const Layout& target, int64_t chunk_bytes) 
   plan.lower_bound.wire_bytes = target.payload_bytes();
   plan.digest = digest_of(source, target, plan);
   return plan;
+}
+
+int64_t chunks_per_thread(const Plan& plan) {
+  if (plan.chunks.empty()) return 1;
+  const Chunk& last = plan.chunks.back();
+  const int64_t bytes_per_chunk = (last.target_offset_bytes + last.span_bytes) / int64_t(plan.chunks.size());
+  return std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(1, bytes_per_chunk));
 }
 
 }  // namespace areal::reshard

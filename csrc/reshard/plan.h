@@ -43,6 +43,9 @@ struct Plan {
   uint64_t digest = 0;  // covers both layouts, the pieces and the chunks; both sides compare it before data moves
 };
 
+// How many chunks to give one thread at least, so that waking it pays: a few hundred microseconds of copying.
+int64_t chunks_per_thread(const Plan& plan);
+
 inline constexpr int64_t kMinChunkBytes = int64_t{4} << 20;
 inline constexpr int64_t kMaxChunkBytes = int64_t{64} << 20;
 

@@ -155,13 +155,15 @@ void Publication::leave_seat() {
 }
 
 void verify_arena(const StoreMemory& memory, int arena, int64_t version) {
-  const std::vector<Piece>& pieces = memory.plan().pieces;
+  const Plan& plan = memory.plan();
   const std::span<const uint64_t> checksums = memory.checksums(arena);
   std::atomic<int64_t> first_bad{INT64_MAX};
-  parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
+  parallel_for(0, static_cast<int64_t>(plan.chunks.size()), chunks_per_thread(plan), [&](int64_t begin, int64_t end) {
+    const Chunk& last = plan.chunks[static_cast<size_t>(end - 1)];
+    for (int64_t i = plan.chunks[static_cast<size_t>(begin)].first_piece; i < last.first_piece + last.piece_count;
+         ++i) {
       const auto index = static_cast<size_t>(i);
-      if (checksum_in_place(memory, arena, pieces[index]) == checksums[index]) continue;
+      if (checksum_in_place(memory, arena, plan.pieces[index]) == checksums[index]) continue;
       int64_t bad = first_bad.load();
       while (i < bad && !first_bad.compare_exchange_weak(bad, i)) {
       }
@@ -169,7 +171,7 @@ void verify_arena(const StoreMemory& memory, int arena, int64_t version) {
   });
   const int64_t bad = first_bad.load();
   if (bad == INT64_MAX) return;
-  const Piece& piece = pieces[static_cast<size_t>(bad)];
+  const Piece& piece = plan.pieces[static_cast<size_t>(bad)];
   throw CorruptedError(
       format_message("VersionStore: tensor '", memory.layout().tensors()[static_cast<size_t>(piece.tensor)].name,
                      "' of version ", version, ": expected the bytes that were published, got others in [",

@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kMagic = 0x53564c4145524131;  // "1AREALVS"
 constexpr uint64_t kFormat = 1;
 constexpr size_t kLayoutOffset = 256 + kReaderSlots * sizeof(ReaderSlot);
-constexpr size_t kPageBytes = 4096, kHugePageBytes = size_t{2} << 20;
+constexpr size_t kPageBytes = size_t{64} << 10;  // the largest of common page sizes: one format for all
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -37,19 +37,17 @@ void check_header(const StoreHeader& header, size_t file_bytes) {
 StoreGeometry StoreGeometry::of(const Layout& layout, const Plan& plan) {
   StoreGeometry g;
   const auto arena_bytes = static_cast<size_t>(layout.arena_bytes());
-  const size_t page = arena_bytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
   g.layout_bytes = layout.serialize().size();
   g.checksums_offset = round_up(kLayoutOffset + g.layout_bytes, 64);
   g.control_bytes = round_up(g.checksums_offset + 2 * plan.pieces.size() * sizeof(uint64_t), kPageBytes);
-  g.arena_offset = round_up(g.control_bytes, page);
-  g.arena_stride = round_up(arena_bytes, page);
-  g.total_bytes = g.arena_offset + 2 * g.arena_stride;
+  g.arena_stride = round_up(arena_bytes, kPageBytes);
+  g.total_bytes = g.control_bytes + 2 * g.arena_stride;
   return g;
 }
 
 StoreMemory::StoreMemory(const SharedMemory& file, Layout layout, Plan plan)
     : layout_(std::move(layout)), plan_(std::move(plan)), geometry_(StoreGeometry::of(layout_, plan_)) {
-  const auto offset = static_cast<int64_t>(geometry_.arena_offset);
+  const auto offset = static_cast<int64_t>(geometry_.control_bytes);
   const auto arenas = static_cast<int64_t>(2 * geometry_.arena_stride);
   control_ = file.map(0, static_cast<int64_t>(geometry_.control_bytes), Access::kReadWrite);
   readable_ = file.map(offset, arenas, Access::kRead);

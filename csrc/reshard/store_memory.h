@@ -5,7 +5,7 @@
 //     64     ControlLine                        256    reader slots: 64 words
 //     128    ArenaRecord of arena 0             768    serialized Layout
 //     ...    piece checksums of arena 0, then of arena 1
-//     ...    arena 0, arena 1, each on a page (2 MiB when that large)
+//     ...    arena 0, arena 1, each on a page of its own
 //
 // The arenas are mapped twice: read-only for readers, so that a stray write faults instead of changing the weights of
 // every generator; and writable for publication, page tables filled when a process first publishes.
@@ -61,8 +61,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(ReaderSlot) =
 struct StoreGeometry {
   size_t layout_bytes;
   size_t checksums_offset;
-  size_t control_bytes;  // all before the arenas
-  size_t arena_offset;
+  size_t control_bytes;  // all that comes before the arenas
   size_t arena_stride;
   size_t total_bytes;
 

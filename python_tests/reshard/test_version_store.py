@@ -89,6 +89,18 @@ def test_bf16_nan_payloads_survive() -> None:
             assert torch.equal(snapshot.tensors["w"].view(torch.int16), patterns)
 
 
+def test_several_threads_copy_and_verify_large_tensors() -> None:
+    tensors = {f"w{i}": random_bytes_tensor(torch.bfloat16, (3_000_001,), i) for i in range(4)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with VersionStore.create(tensors) as store:
+            assert store.publish(tensors, 0, verify=True).bytes == 4 * 2 * 3_000_001
+            assert same_bytes(store, tensors)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_strided_conjugated_and_gradient_tensors_are_published_as_they_read() -> None:
     base = torch.randn(6, 8, requires_grad=True)
     tensors = {

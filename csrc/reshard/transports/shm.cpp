@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -30,6 +31,18 @@ void touch_pages(std::byte* data, size_t bytes, Access access) {
   }
 }
 
+// In slices, so that a process with a busy timer signal makes progress: an interrupted call gives its pages back.
+void reserve_pages(int fd, int64_t bytes) {
+  constexpr int64_t kSliceBytes = int64_t{16} << 20;
+  for (int64_t at = 0; at < bytes;) {
+    const int64_t slice = std::min(bytes - at, kSliceBytes);
+    const int error = posix_fallocate(fd, at, slice);
+    AREAL_CHECK(error == 0 || error == EINTR, "SharedMemory: expected ", bytes, " bytes of shared memory, got ",
+                std::strerror(error), " after ", at);
+    if (error == 0) at += slice;
+  }
+}
+
 }  // namespace
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
@@ -44,7 +57,6 @@ Mapping::~Mapping() {
 }
 
 void Mapping::prefault() const {
-  madvise(data_, bytes_, MADV_HUGEPAGE);  // best effort: depends on shmem_enabled
   int failed = -1;
 #if defined(MADV_POPULATE_READ)
   failed = madvise(data_, bytes_, access_ == Access::kReadWrite ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
@@ -62,11 +74,7 @@ SharedMemory SharedMemory::create(const char* name, int64_t bytes) {
   SharedMemory memory(fd, bytes);
   AREAL_CHECK(ftruncate(fd, bytes) == 0, "SharedMemory: expected ", bytes, " bytes of shared memory, got ",
               std::strerror(errno));
-  const Mapping whole = memory.map(0, bytes, Access::kReadWrite);
-  madvise(whole.data(), whole.size_bytes(), MADV_HUGEPAGE);
-  const int reserved = posix_fallocate(fd, 0, bytes);
-  AREAL_CHECK(reserved == 0, "SharedMemory: expected ", bytes, " bytes of shared memory, got ",
-              std::strerror(reserved));
+  reserve_pages(fd, bytes);
   AREAL_CHECK(fcntl(fd, F_ADD_SEALS, kSeals) == 0, "SharedMemory: expected a sealable memfd, got ",
               std::strerror(errno));
   return memory;

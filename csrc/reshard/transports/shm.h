@@ -25,7 +25,7 @@ class Mapping {
   size_t size_bytes() const { return bytes_; }
 
   // Fills the page tables now, so that no later access faults: first touch of fresh shared memory runs at 0.7 GB/s,
-  // a tenth of the copies it would slow down. Asks for huge pages where the system grants them.
+  // a tenth of the copies it would slow down.
   void prefault() const;
 
  private:
