@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "reshard/errors.h"
+#include "reshard/reader_slots.h"
 #include "store_testing.h"
 
 namespace areal::reshard {
@@ -162,6 +163,23 @@ TEST(VersionStore, TheWriterWaitsForPinsOnTheOtherArenaOnly) {
   expect_error<DeadlineError>("pins on version 2", [&] { publish(store, 4, Deadline(0.0)); });
   const Pin moved = std::move(two);
   expect_error<DeadlineError>("pins on version 2", [&] { publish(store, 4, Deadline(0.0)); });
+}
+
+TEST(VersionStore, AReaderThatWasOvertakenBetweenLookingAndPinningPinsNothing) {
+  const VersionStore store = new_store();
+  publish(store, 1);
+  ControlLine& control = store.memory()->control();
+  for (int updates = 1; updates <= 3; ++updates) {
+    const uint64_t looked = store.epoch();
+    for (int i = 0; i < updates; ++i) publish(store, store.version() + 1);
+    Publication publication = store.begin(100, VersionOrder::kIncreasing, Deadline(0.0));
+    EXPECT_FALSE(pin_epoch(control, 0, looked)) << updates << " updates later";
+    EXPECT_EQ(control.readers[0] | control.readers[1], 0u);
+  }
+  EXPECT_TRUE(pin_epoch(control, 0, store.epoch()));
+  EXPECT_EQ(control.readers[store.epoch() % 2], 1u);
+  unpin_epoch(control, 0, store.epoch());
+  EXPECT_EQ(control.readers[0] | control.readers[1], 0u);
 }
 
 TEST(VersionStore, ASecondWriterWaitsForTheSeat) {

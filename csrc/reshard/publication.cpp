@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "base/threads.h"
 #include "reshard/errors.h"
+#include "reshard/reader_slots.h"
 #include "reshard/version_store.h"
 #include "reshard/waiting.h"
 #include "reshard/xxh3.h"

@@ -2,6 +2,7 @@
 
 #include "base/check.h"
 #include "reshard/errors.h"
+#include "reshard/reader_slots.h"
 #include "reshard/waiting.h"
 #include "reshard/xxh3.h"
 
@@ -19,15 +20,9 @@ Pin::Pin(std::shared_ptr<StoreMemory> memory, int slot, ProcessIdentity owner)
     : memory_(std::move(memory)), slot_(slot), owner_(owner) {}
 
 void Pin::take_active() {
-  ControlLine& control = memory_->control();
-  const uint64_t bit = uint64_t{1} << slot_;
-  for (;;) {
-    epoch_ = control.epoch.load();
-    std::atomic<uint64_t>& readers = control.readers[arena_index()];
-    readers.fetch_or(bit);
-    if (control.epoch.load() == epoch_) break;
-    readers.fetch_and(~bit);
-  }
+  do {
+    epoch_ = memory_->control().epoch.load();
+  } while (!pin_epoch(memory_->control(), slot_, epoch_));
   version_ = memory_->record(arena_index()).version.load(std::memory_order_acquire);
 }
 
@@ -50,7 +45,7 @@ void Pin::release() {
   if (memory_ == nullptr || !held_) return;
   held_ = false;
   if (self_identity() != owner_) return;  // a forked child: the pin is the parent's
-  memory_->control().readers[arena_index()].fetch_and(~(uint64_t{1} << slot_));
+  unpin_epoch(memory_->control(), slot_, epoch_);
   memory_->slots()[static_cast<size_t>(slot_)].store(0);
 }
 

@@ -1,14 +1,10 @@
-// How processes wait on words in shared memory, and what becomes of the words of the dead.
+// How processes wait on words in shared memory.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
-#include <string>
 
 #include "reshard/deadline.h"
-#include "reshard/process_identity.h"
-#include "reshard/store_memory.h"
 
 namespace areal::reshard {
 
@@ -27,15 +23,5 @@ class Backoff {
   const Deadline& deadline_;
   std::chrono::microseconds step_{20};
 };
-
-// Makes the caller the owner of a free slot, or of one whose owner is dead (and clears what that one had pinned).
-std::optional<int> claim_slot(StoreMemory& memory, ProcessIdentity self);
-// Frees the slots of dead owners among those that pin this arena.
-void reclaim_dead_pins(StoreMemory& memory, int arena, ProcessIdentity self);
-
-// "pid 12 (2 pins), pid 13"
-std::string describe_pins(const StoreMemory& memory, int arena);
-// "pid 12", "pid 12 (dead)", "pid 12 (this process)"
-std::string describe_process(ProcessIdentity identity);
 
 }  // namespace areal::reshard
