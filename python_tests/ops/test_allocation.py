@@ -81,6 +81,8 @@ def test_methods_differ_where_they_should() -> None:
     ffd = ops.allocate_microbatches(lengths, 100)
     mffd = ops.allocate_microbatches(lengths, 100, method="mffd")
     assert (len(ffd), len(mffd)) == (11, 10)
+    # Levelled would be 16 and 14: the cap goes first.
+    assert ops.allocate_microbatches([8, 7, 6, 5, 4], 15, method="kk") == [[0, 1], [2, 3, 4]]
     kk = ops.allocate_microbatches([7, 6, 5, 4, 3, 2, 1], 20, method="kk")
     assert sorted(loads(kk, [7, 6, 5, 4, 3, 2, 1])) == [14, 14]
 
