@@ -24,10 +24,10 @@ def num_threads() -> int: ...
 # -- packing.cpp -------------------------------------------------------------------------------------------------------
 
 def allocate_microbatches(
-    lengths: Sequence[int], max_tokens: int, min_bins: int, multiple_of: int, method: str, oversized: str
+    lengths: list[int], max_tokens: int, min_bins: int, multiple_of: int, method: str, oversized: str
 ) -> list[list[int]]: ...
 def partition_balanced(
-    lengths: Sequence[int],
+    lengths: list[int],
     bins: int,
     linear_cost: float,
     quadratic_cost: float,

@@ -25,13 +25,24 @@ bool parse_oversized(const std::string& name) {
   return name == "alone";
 }
 
+// A list of ints. By hand: 2.6 ns an element, where pybind11's own conversion takes 12.
+std::vector<int64_t> to_vector(const py::list& list) {
+  std::vector<int64_t> values(list.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = PyLong_AsLongLong(PyList_GET_ITEM(list.ptr(), static_cast<py::ssize_t>(i)));
+    if (values[i] == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  }
+  return values;
+}
+
 }  // namespace
 
 void register_packing(py::module_& m) {
   m.def(
       "allocate_microbatches",
-      [](const std::vector<int64_t>& lengths, int64_t max_tokens, int64_t min_bins, int64_t multiple_of,
-         const std::string& method, const std::string& oversized) {
+      [](const py::list& list, int64_t max_tokens, int64_t min_bins, int64_t multiple_of, const std::string& method,
+         const std::string& oversized) {
+        const std::vector<int64_t> lengths = to_vector(list);
         const AllocateOptions options{max_tokens, min_bins, multiple_of, parse_method(method),
                                       parse_oversized(oversized)};
         const py::gil_scoped_release unlocked;
@@ -41,8 +52,9 @@ void register_packing(py::module_& m) {
       py::arg("oversized"));
   m.def(
       "partition_balanced",
-      [](const std::vector<int64_t>& lengths, int64_t bins, double linear_cost, double quadratic_cost, bool equal_size,
+      [](const py::list& list, int64_t bins, double linear_cost, double quadratic_cost, bool equal_size,
          std::optional<int64_t> max_tokens) {
+        const std::vector<int64_t> lengths = to_vector(list);
         const PartitionOptions options{bins, linear_cost, quadratic_cost, equal_size, max_tokens};
         const py::gil_scoped_release unlocked;
         return partition_balanced(lengths, options);

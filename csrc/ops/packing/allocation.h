@@ -43,13 +43,15 @@ struct PartitionOptions {
 // kept (by differencing, nor by first fit decreasing if sizes may differ), and with fewer sequences than bins.
 Bins partition_balanced(std::span<const int64_t> lengths, const PartitionOptions& options);
 
-// The steps, shared between the two files. `order` lists the sequences to place, longest first.
+// The steps, shared between the files. Lengths are >= 0; `order` lists the sequences to place, longest first.
 std::vector<int64_t> longest_first(std::span<const int64_t> lengths);
 Bins first_fit_decreasing(std::span<const int64_t> lengths, std::span<const int64_t> order, int64_t max_tokens);
 Bins modified_first_fit_decreasing(std::span<const int64_t> lengths, std::span<const int64_t> order,
                                    int64_t max_tokens);
 // Splits the bins of most sequences in half until there are `bins`; needs at least that many sequences.
 void split_fullest(Bins& result, int64_t bins);
+// Sorts the indices of each bin; the bins hold every index of [0, sequences) once.
+void sort_within(Bins& bins, size_t sequences);
 // Levels the sums of `costs` over `bins` bins; `order` sorts costs from the largest.
 Bins largest_differencing(std::span<const double> costs, std::span<const int64_t> order, int64_t bins, bool equal_size);
 int64_t max_load(const Bins& bins, std::span<const int64_t> lengths);

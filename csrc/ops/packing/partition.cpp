@@ -140,7 +140,7 @@ Bins partition_balanced(std::span<const int64_t> lengths, const PartitionOptions
   AREAL_CHECK(static_cast<int64_t>(packed.size()) <= options.bins, "partition_balanced: expected k >= ", packed.size(),
               " (the fewest bins found under max_tokens = ", *options.max_tokens, "), got ", options.bins);
   split_fullest(packed, options.bins);
-  for (auto& bin : packed) std::sort(bin.begin(), bin.end());
+  sort_within(packed, lengths.size());
   return packed;
 }
 
