@@ -119,7 +119,7 @@ def build_batch(groups: Sequence[Group], version: int, config: RolloutConfig) ->
     kept = [(g, trajectories) for g, trajectories in kept if trajectories]
     prompts = [trajectories[0].prompt_ids for _, trajectories in kept]
     for (group, trajectories), prompt in zip(kept, prompts, strict=True):
-        if not len(prompt) or any(not np.array_equal(t.prompt_ids, prompt) for t in trajectories):
+        if not len(prompt) or any(not _same(t.prompt_ids, prompt) for t in trajectories):
             raise ValueError(f"build_batch: expected one non-empty prompt in group {group.group_id}")
     samples = [t for _, trajectories in kept for t in trajectories]
     lengths = np.array([len(t.response_ids) for t in samples], dtype=np.int64)
@@ -213,6 +213,10 @@ def _pack(batch: Batch, samples: Ints, device: torch.device) -> Microbatch:
     live = batch.live[tokens]
     arrays = (everything[source], bounds, np.append(prompt_slot, len(starts)), rows[live], tokens[live])
     return Microbatch(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def _same(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> bool:
+    return a is b or np.array_equal(a, b)
 
 
 def _ranges(bounds: Ints, chosen: Ints) -> Ints:
