@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from areal_core import ops
 from areal_core.model import DecoderConfig, PackedDecoder, Tokenizer
 from areal_core.model.checkpoint import write_directory, write_model
 from areal_core.tasks.base import Problem
 from areal_core.tasks.chain import CHARACTERS, ChainArithmetic
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class WarmupConfig:
     batch: int = 128
     skill_target: float = 0.75
     skill_rate: float = 4e-3
-    max_skill_steps: int = 600
+    max_skill_steps: int = 1000
     habit_steps: int = 60
     habit_share: float = 0.1
     habit_rate: float = 1e-3
@@ -151,44 +149,50 @@ def chain_skill(model: PackedDecoder, task: ChainArithmetic, problems: Sequence[
     chances = []
     for think in (True, False):
         batch = _pack([(p.prompt, task.demonstration(p, think=think)) for p in problems], tokenizer)
-        logprobs = -F.cross_entropy(model(batch.input_ids, batch.cu_seqlens), batch.labels, reduction="none")
-        logprobs = logprobs.double()
-        ends = logprobs.new_zeros(len(batch.input_ids) + 1)
-        ends[1:] = logprobs.cumsum(0)
-        total = (ends[batch.cu_seqlens[1:]] - ends[batch.cu_seqlens[:-1]]).exp()
-        first = logprobs[batch.first_response].exp()
+        logprobs = _logprobs(model, batch)
+        total = torch.zeros(len(problems)).index_add_(0, batch.problem, logprobs).exp()
+        first = logprobs[batch.problem.diff(prepend=torch.tensor([-1])) > 0].exp()
         chances.append((total.mean().item(), first.mean().item()))
     (thought, thinking), (blurted, _) = chances
     return ChainSkill(accuracy=thought + blurted, thinking=thinking, thought=thought / thinking)
 
 
 class _Batch(NamedTuple):
+    """Demonstrations end to end, and the N tokens of their responses."""
+
     input_ids: Tensor
-    labels: Tensor  # prediction-aligned, IGNORE outside responses
     cu_seqlens: Tensor
-    first_response: Tensor  # the rows that predict the first token of each response
+    rows: Tensor  # [N], the packed token after which each response token is predicted
+    labels: Tensor  # [N]
+    problem: Tensor  # [N], ascending
 
 
 def _pack(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> _Batch:
     ids: list[int] = []
-    labels: list[int] = []
-    cu_seqlens, first = [0], []
-    for prompt, response in texts:
-        prompt_ids = tokenizer.encode(prompt)
-        response_ids = [*tokenizer.encode(response, special=False), tokenizer.eos_token_id or 0]
-        first.append(len(ids) + len(prompt_ids) - 1)
-        ids += prompt_ids + response_ids
-        labels += [IGNORE] * (len(prompt_ids) - 1) + response_ids + [IGNORE]
+    rows: list[int] = []
+    problem: list[int] = []
+    cu_seqlens, end = [0], chain_policy_config().eos_token_ids[0]
+    for number, (prompt, response) in enumerate(texts):
+        ids += tokenizer.encode(prompt)
+        response_ids = [*tokenizer.encode(response, special=False), end]
+        rows += range(len(ids) - 1, len(ids) - 1 + len(response_ids))
+        problem += [number] * len(response_ids)
+        ids += response_ids
         cu_seqlens.append(len(ids))
-    return _Batch(*(torch.tensor(x) for x in (ids, labels, cu_seqlens, first)))
+    tokens, predicted_after = torch.tensor(ids), torch.tensor(rows)
+    return _Batch(tokens, torch.tensor(cu_seqlens), predicted_after, tokens[predicted_after + 1], torch.tensor(problem))
+
+
+def _logprobs(model: PackedDecoder, batch: _Batch) -> Tensor:
+    logits = model(batch.input_ids, batch.cu_seqlens, rows=batch.rows)
+    return ops.logprob_from_logits(logits, batch.labels).logprobs
 
 
 def _supervised_step(model: PackedDecoder, optimizer: torch.optim.Optimizer, batch: _Batch) -> None:
-    loss = F.cross_entropy(model(batch.input_ids, batch.cu_seqlens), batch.labels, ignore_index=IGNORE)
-    optimizer.zero_grad()
-    torch.autograd.backward(loss)
+    torch.autograd.backward(-_logprobs(model, batch).mean())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def save_chain_policy(model: PackedDecoder, config: WarmupConfig, report: WarmupReport, directory: str | Path) -> None:
