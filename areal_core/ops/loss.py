@@ -249,9 +249,10 @@ def ppo_loss(
 
     Masked tokens are never looked at: NaN or inf there changes no bit of loss, gradient or statistics, and their
     gradient is 0. With no live token loss and gradient are exactly 0. Log-ratios are clamped to [-20, 20] before exp,
-    with gradient 0 beyond; equal logprobs, -inf included, have log-ratio 0, so that a behavior logprob of -inf under
-    a finite proximal one gives weight e^20 before capping or masking. NaN at a live token makes the loss NaN. At a
-    clip edge the gradient is the unclipped one. Bitwise the same from run to run and for any number of threads.
+    with gradient 0 beyond: a behavior logprob of -inf under a finite proximal one gives weight e^20 before capping or
+    masking. Two logprobs of -inf have log-ratio 0, without gradient. NaN at a live token makes the loss NaN. At a clip
+    edge the gradient is the unclipped one. Bitwise the same from run to run and for any number of threads; only once
+    differentiable.
 
     Raises:
         ValueError: wrong shape or device, normalizer not > 0, or an option whose input is missing.
@@ -310,22 +311,38 @@ def _fake(logprobs: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return logprobs.new_empty(()), stats, torch.empty_like(logprobs), logprobs.new_empty(())
 
 
+class _OnceDifferentiable(torch.autograd.Function):
+    """Passes a gradient on and refuses to be differentiated: the gradient of ppo_loss was computed, not recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("ppo_loss: expected one backward pass; the op has no second derivative")
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logprobs, _, _, loss_mask, _, _, entropy, *_, entropy_coef = inputs
     _, stats, grad_logprobs, scale = output
     ctx.mark_non_differentiable(stats, grad_logprobs, scale)
-    ctx.entropy_coef = inputs[-1]
-    ctx.save_for_backward(inputs[3], grad_logprobs, scale)
+    ctx.entropy_coef = entropy_coef
+    ctx.save_for_backward(logprobs, loss_mask, entropy, grad_logprobs, scale)
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    loss_mask, grad_logprobs, scale = ctx.saved_tensors
-    factor = grad_loss * scale
+    logprobs, loss_mask, entropy, grad_logprobs, scale = ctx.saved_tensors
+    sources = [x for x in (grad_loss, logprobs, entropy) if x is not None]
     grads: list[Tensor | None] = [None] * 17
-    if ctx.needs_input_grad[0]:
-        grads[0] = grad_logprobs * factor
-    if ctx.needs_input_grad[6]:
-        grads[6] = torch.where(loss_mask, -ctx.entropy_coef * factor, torch.zeros_like(factor))
-    return tuple(grads)
+    with torch.no_grad():
+        factor = grad_loss * scale
+        if ctx.needs_input_grad[0]:
+            grads[0] = grad_logprobs * factor
+        if ctx.needs_input_grad[6]:
+            grads[6] = torch.where(loss_mask, -ctx.entropy_coef * factor, torch.zeros_like(factor))
+    once: Any = _OnceDifferentiable.apply
+    return tuple(None if grad is None else once(grad, *sources) for grad in grads)
 
 
 torch.library.register_fake("areal_core::ppo_loss", _fake)

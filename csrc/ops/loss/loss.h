@@ -5,8 +5,8 @@
 //          + kl_coef kl(logprob, reference) - entropy_coef entropy
 //   loss = sum of term over the live tokens / normalizer
 //
-// Every log-ratio is clamped to [-20, 20] before exp (kMaxLogRatio); beyond the bound its gradient is 0. Two equal
-// logprobs, -inf included, have log-ratio 0. The inputs of masked tokens are never used, whatever they hold.
+// Every log-ratio is clamped to [-20, 20] before exp (kMaxLogRatio); beyond the bound its gradient is 0. -inf against
+// -inf has log-ratio 0 and no gradient. The inputs of masked tokens are never used, whatever they hold.
 // At a clip edge (u equal to a bound) the gradient is that of the unclipped branch.
 //
 // Source: PPO, arXiv:1707.06347, eq. 7; decoupled objective, arXiv:2110.00641; dual clip, arXiv:1912.09729;

@@ -112,7 +112,8 @@ AREAL_HOST_DEVICE void raise_max(Accumulator<Value>& acc, Stat stat, Value x) {
   max = Lane::select(x > max, x, max);
 }
 
-// log p - log q clamped to +-bound, and the factor its gradient carries: 1, or 0 beyond the bound.
+// log p - log q clamped to +-bound, and the factor its gradient carries: 1, or 0 beyond the bound. -inf against -inf is
+// 0 without gradient.
 template <class Lane>
 struct LogRatio {
   typename Lane::Value value;
@@ -121,10 +122,11 @@ struct LogRatio {
 
 template <class Lane, class Value = typename Lane::Value>
 AREAL_HOST_DEVICE LogRatio<Lane> log_ratio(Value log_p, Value log_q, Value bound) {
-  const Value raw = Lane::select(log_p == log_q, Lane::splat(0), log_p - log_q);  // 0 for -inf against -inf
-  const Value raised = Lane::select(raw < -bound, -bound, raw);
+  const Value difference = log_p - log_q;
+  const Value defined = Lane::select(log_p == log_q, Lane::splat(0), difference);
+  const Value raised = Lane::select(defined < -bound, -bound, defined);
   const Value value = Lane::select(raised > bound, bound, raised);
-  return {value, Lane::select(value == raw, Lane::splat(1), Lane::splat(0))};
+  return {value, Lane::select(value == difference, Lane::splat(1), Lane::splat(0))};
 }
 
 // w of the header, 0 where masked.
