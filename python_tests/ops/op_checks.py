@@ -37,6 +37,8 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 def reference_data(name: str) -> dict[tuple[str, str, str], dict[str, np.ndarray]]:
     """Arrays of <name>.npz by (in | out | truth, case, dtype); skips the test where there is none.
 
+    A key without dtype, truth/<case>/<array>, becomes (truth, <case>, <array>) with the single array "".
+
     The folder is $AREAL_REFS, or ../shared/refs beside the repository.
     """
     folder = os.environ.get("AREAL_REFS", Path(__file__).parents[2] / ".." / "shared" / "refs")
@@ -46,6 +48,6 @@ def reference_data(name: str) -> dict[tuple[str, str, str], dict[str, np.ndarray
     cases: dict[tuple[str, str, str], dict[str, np.ndarray]] = defaultdict(dict)
     with np.load(path) as arrays:
         for key in arrays.files:
-            kind, case, dtype, array = key.split("/", 3)
+            kind, case, dtype, array = (*key.split("/", 3), "")[:4]
             cases[kind, case, dtype][array] = arrays[key]
     return dict(cases)

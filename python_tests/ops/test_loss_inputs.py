@@ -1,0 +1,182 @@
+"""ppo_loss: masked, extreme and wrong inputs."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from loss_cases import RUNNABLE_ISAS, VARIANTS, make_batch, run
+from op_checks import assert_same_bits
+
+from areal_core import _C, ops
+from areal_core.ops import PPOLossConfig
+
+JUNK = (math.nan, math.inf, -math.inf, 3e38, -91.0)
+
+
+@pytest.mark.parametrize("variant", ["default", "mask", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+def test_masked_tokens_are_never_looked_at(variant: str, dtype: torch.dtype, isa: str) -> None:
+    _C.set_active_isa(isa)
+    batch = make_batch(2500, dtype)
+    dirty = {name: tensor.clone() for name, tensor in batch.items()}
+    masked = ~batch["loss_mask"]
+    for i, name in enumerate(sorted(set(batch) - {"loss_mask"})):
+        dirty[name][masked] = torch.tensor([JUNK[(i + t) % len(JUNK)] for t in range(int(masked.sum()))], dtype=dtype)
+    for clean, junk in zip(run(batch, VARIANTS[variant]), run(dirty, VARIANTS[variant]), strict=True):
+        assert_same_bits(clean, junk)
+    assert not run(dirty, VARIANTS[variant])[1][masked].any()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40, 5000])
+@pytest.mark.parametrize("normalizer", [None, 0.5, torch.tensor(0.0), torch.tensor(7)], ids=str)
+def test_without_live_tokens_everything_is_zero(tokens: int, normalizer: Any) -> None:
+    batch = make_batch(tokens, live=0.0)
+    batch["logprobs"] += math.nan
+    loss, grad, grad_entropy, raw = run(batch, VARIANTS["all"], normalizer=normalizer)
+    assert float(loss) == 0.0
+    assert torch.equal(grad, torch.zeros(tokens))
+    assert torch.equal(grad_entropy, torch.zeros(tokens))
+    assert raw.isfinite().all()
+    assert all(float(value) == 0.0 for value in ops.PPOLossStats(raw).finalize())
+
+
+def test_nan_at_a_live_token_shows_and_stays_there() -> None:
+    batch = make_batch(100, live=1.1)
+    batch["logprobs"][70] = math.nan
+    loss, grad, _, _ = run(batch, VARIANTS["all"])
+    assert loss.isnan()
+    assert grad.isnan().nonzero().flatten().tolist() == [70]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("log_u", [-math.inf, -1e30, -91.0, 91.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_extreme_ratios_stay_finite(log_u: float, advantage: float, dtype: torch.dtype) -> None:
+    logprobs = torch.full((17,), log_u, dtype=dtype, requires_grad=True)
+    zeros = torch.zeros(17, dtype=dtype)
+    out = ops.ppo_loss(logprobs, zeros, zeros + advantage, torch.ones(17))
+    out.loss.backward()
+    u = min(max(math.exp(min(max(log_u, -20.0), 20.0)), 0.8 if advantage < 0 else 0.0), 1.2 if advantage > 0 else 1e9)
+    assert out.loss.item() == pytest.approx(-u * advantage, rel=1e-6, abs=0)
+    assert torch.equal(logprobs.grad, zeros)
+    assert out.stats.raw.isfinite().all()
+
+
+def test_two_impossible_logprobs_have_ratio_one_and_no_gradient() -> None:
+    logprobs = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    same = logprobs.detach().clone()
+    out = ops.ppo_loss(logprobs, same, torch.ones(2), torch.ones(2), behavior_logprobs=same, ref_logprobs=same)
+    out.loss.backward()
+    assert out.loss.item() == -1.0
+    assert logprobs.grad.tolist() == [0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("config", "weight", "stat"),
+    [
+        (PPOLossConfig(), math.exp(20), "behavior_weight_mean"),
+        (PPOLossConfig(behavior_cap=5.0), 5.0, "behavior_capped_fraction"),
+        (PPOLossConfig(behavior_cap=5.0, behavior_mode="mask"), 0.0, "behavior_masked_fraction"),
+    ],
+)
+def test_an_impossible_behavior_logprob_is_a_huge_weight(config: PPOLossConfig, weight: float, stat: str) -> None:
+    logprobs = torch.tensor([-1.0])
+    behavior = torch.tensor([-math.inf])
+    out = ops.ppo_loss(logprobs, logprobs, torch.ones(1), torch.ones(1), behavior_logprobs=behavior, config=config)
+    assert out.loss.item() == pytest.approx(-weight, rel=1e-6)
+    assert float(getattr(out.stats.finalize(), stat)) == pytest.approx(max(weight, 1.0) if "mean" in stat else 1.0)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype_and_strided_inputs(mask_dtype: torch.dtype) -> None:
+    batch = make_batch(77)
+    strided = {name: torch.stack([x, x], dim=1)[:, 0] for name, x in batch.items()}
+    strided["loss_mask"] = strided["loss_mask"].to(mask_dtype)
+    for a, b in zip(run(batch, VARIANTS["all"]), run(strided, VARIANTS["all"]), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_normalizers() -> None:
+    batch = make_batch(60)
+    live = int(batch["loss_mask"].sum())
+    default = ops.ppo_loss(**batch).loss
+    for normalizer in (live, float(live), torch.tensor(live), torch.tensor([float(live)])):
+        assert torch.equal(ops.ppo_loss(**batch, normalizer=normalizer).loss, default)
+    torch.testing.assert_close(ops.ppo_loss(**batch, normalizer=2.0 * live).loss, default / 2)
+    stats = [ops.ppo_loss(**batch, normalizer=n).stats.raw for n in (None, 123.0)]
+    assert torch.equal(*stats)
+
+
+def test_a_reference_without_coefficient_feeds_statistics_only() -> None:
+    batch = make_batch(60)
+    without = {name: x for name, x in batch.items() if name not in ("ref_logprobs", "entropy")}
+    poisoned = {**batch, "ref_logprobs": batch["ref_logprobs"] * math.nan, "entropy": batch["entropy"] * math.nan}
+    for a, b in zip(run(batch, VARIANTS["default"])[:2], run(poisoned, VARIANTS["default"])[:2], strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(ops.ppo_loss(**without).loss, ops.ppo_loss(**batch).loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio_level": "sequence"}, "ratio_level in ('token',), got 'sequence'"),
+        ({"objective": "cispo"}, "objective in ('ppo',), got 'cispo'"),
+        ({"objective": "sapo"}, "objective"),
+        ({"objective": "reinforce"}, "objective"),
+        ({"aggregation": "sequence_mean"}, "aggregation"),
+        ({"behavior_level": "sequence"}, "behavior_level"),
+        ({"behavior_mode": "clip"}, "behavior_mode"),
+        ({"kl_estimator": "k3_unbiased"}, "kl_estimator"),
+        ({"clip_low": 1.5}, "clip_low in [0, 1], got 1.5"),
+        ({"clip_low": math.nan}, "clip_low"),
+        ({"clip_high": -0.1}, "clip_high"),
+        ({"dual_clip": 1.0}, "dual_clip > 1 and finite, got 1.0"),
+        ({"behavior_cap": 0.0}, "behavior_cap"),
+        ({"behavior_cap": 2.0, "behavior_low": 3.0, "behavior_mode": "mask"}, "behavior_low"),
+        ({"behavior_low": 0.5}, "behavior_low = None with behavior_mode = 'truncate'"),
+        ({"behavior_mode": "mask"}, "behavior_cap or behavior_low"),
+        ({"behavior_mode": "icepop", "behavior_cap": 2.0}, "behavior_low and behavior_cap"),
+        ({"kl_coef": math.inf}, "kl_coef"),
+        ({"entropy_coef": math.nan}, "entropy_coef"),
+    ],
+)
+def test_a_config_out_of_range_names_the_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"PPOLossConfig: expected .*" + re.escape(message)):
+        PPOLossConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"behavior_logprobs": None, "config": VARIANTS["truncate"]},
+            ValueError,
+            "behavior_logprobs with behavior_cap",
+        ),
+        ({"ref_logprobs": None, "config": VARIANTS["k3"]}, ValueError, "ref_logprobs with kl_coef"),
+        ({"entropy": None, "config": VARIANTS["entropy"]}, ValueError, "entropy with entropy_coef"),
+        ({"normalizer": 0.0}, ValueError, "normalizer > 0"),
+        ({"normalizer": math.nan}, ValueError, "normalizer > 0"),
+        ({"normalizer": torch.ones(2)}, ValueError, "normalizer with 1 element"),
+        ({"cu_seqlens": torch.ones(2)}, ValueError, "cu_seqlens"),
+        ({"advantages": torch.zeros(4)}, ValueError, r"advantages of shape \[5\]"),
+        ({"loss_mask": torch.ones(5, 1)}, ValueError, "loss_mask"),
+        ({"logprobs": torch.zeros(5, 1)}, ValueError, "logprobs of shape"),
+        ({"logprobs": torch.zeros(5).bfloat16()}, TypeError, "logprobs dtype in {float32, float64}, got BFloat16"),
+        ({"proximal_logprobs": torch.zeros(5).double()}, TypeError, "proximal_logprobs dtype = Float, got Double"),
+    ],
+)
+def test_bad_arguments_name_themselves(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match="ppo_loss: expected .*" + message):
+        ops.ppo_loss(**{**make_batch(5), **change})
+
+
+def test_cu_seqlens_do_not_change_a_token_level_loss() -> None:
+    batch = make_batch(9)
+    for dtype in (torch.int32, torch.int64):
+        assert torch.equal(
+            ops.ppo_loss(**batch, cu_seqlens=torch.tensor([0, 4, 9], dtype=dtype)).loss, ops.ppo_loss(**batch).loss
+        )
