@@ -1,5 +1,7 @@
 #include "ops/advantages/spread.h"
 
+#include <algorithm>
+
 #include "base/threads.h"
 #include "ops/advantages/spread_math.h"
 
@@ -17,17 +19,36 @@ void for_each_sequence(const Segments& segments, const Fn& fn) {
 }
 
 template <class Real>
+int64_t live_tokens(const SpreadArgs<Real>& args, int64_t begin, int64_t end) {
+  if (args.tokens.loss_mask == nullptr) return end - begin;
+  int64_t live = 0;
+  for (int64_t t = begin; t < end; ++t) live += args.tokens.loss_mask[t];
+  return live;
+}
+
+// One value for the live tokens, without a branch: masks of tool output are as good as random.
+template <class Real>
+void fill_live(const bool* mask, int64_t count, Real value, Real* out) {
+  if (mask == nullptr) {
+    std::fill(out, out + count, value);
+    return;
+  }
+  const Real choices[2] = {Real(0), value};
+  for (int64_t t = 0; t < count; ++t) out[t] = choices[mask[t]];
+}
+
+template <class Real>
 void spread(const SpreadArgs<Real>& args) {
   const Segments& segments = args.tokens.segments;
+  const bool* mask = args.tokens.loss_mask;
   for_each_sequence(segments, [&](int64_t s) {
-    int64_t live = 0;
-    if (args.divide_by_length) {
-      for (int64_t t = segments.begin(s); t < segments.end(s); ++t) live += is_live(args.tokens, t);
+    const int64_t begin = segments.begin(s), end = segments.end(s);
+    const double divisor = args.divide_by_length ? static_cast<double>(live_tokens(args, begin, end)) : 1.0;
+    if (args.beta == 0) {
+      const Real value = static_cast<Real>(args.scores[s] / divisor);
+      return fill_live(mask != nullptr ? mask + begin : nullptr, end - begin, value, args.advantages + begin);
     }
-    const double divisor = args.divide_by_length ? static_cast<double>(live) : 1.0;
-    for (int64_t t = segments.begin(s); t < segments.end(s); ++t) {
-      args.advantages[t] = token_advantage(args, t, args.scores[s], divisor);
-    }
+    for (int64_t t = begin; t < end; ++t) args.advantages[t] = token_advantage(args, t, args.scores[s], divisor);
   });
 }
 
