@@ -168,6 +168,15 @@ def assert_close(what: str, value: Tensor, truth: Tensor, absolute: float, relat
         raise AssertionError(f"{what}: expected the truth within {absolute} + {relative} |x|, got {error.max().item()}")
 
 
+def reuse_freed_memory() -> None:
+    """Make glibc keep freed blocks of up to 32 MB, as it does in a process that has run for a while.
+
+    It starts by mapping every larger block afresh, and zeroing a page costs more than most ops spend on it; it stops
+    once it has seen a larger one freed.
+    """
+    torch.empty((32 << 20) - 4096, dtype=torch.uint8)
+
+
 def synchronize(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":
