@@ -46,45 +46,45 @@ using NoDeduce = std::type_identity_t<T>;
 }  // namespace cuda_shim
 
 template <class T>
-T atomicAdd(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicAdd(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return static_cast<T>(old + value); });
 }
 template <class T>
-T atomicSub(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicSub(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return static_cast<T>(old - value); });
 }
 template <class T>
-T atomicMax(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicMax(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return old > value ? old : value; });
 }
 template <class T>
-T atomicMin(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicMin(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return old < value ? old : value; });
 }
 template <class T>
-T atomicAnd(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicAnd(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return static_cast<T>(old & value); });
 }
 template <class T>
-T atomicOr(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicOr(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return static_cast<T>(old | value); });
 }
 template <class T>
-T atomicXor(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicXor(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T old) { return static_cast<T>(old ^ value); });
 }
 template <class T>
-T atomicExch(T* address, cuda_shim::NoDeduce<T> value) {
+CUDA_SHIM_INLINE T atomicExch(T* address, cuda_shim::NoDeduce<T> value) {
   return cuda_shim::read_modify_write(address, [value](T) { return value; });
 }
 template <class T>
-T atomicCAS(T* address, cuda_shim::NoDeduce<T> expected, cuda_shim::NoDeduce<T> desired) {
+CUDA_SHIM_INLINE T atomicCAS(T* address, cuda_shim::NoDeduce<T> expected, cuda_shim::NoDeduce<T> desired) {
   return cuda_shim::read_modify_write(address, [=](T old) { return old == expected ? desired : old; });
 }
-inline unsigned atomicInc(unsigned* address, unsigned limit) {
+CUDA_SHIM_INLINE unsigned atomicInc(unsigned* address, unsigned limit) {
   return cuda_shim::read_modify_write(address, [limit](unsigned old) { return old >= limit ? 0u : old + 1u; });
 }
-inline unsigned atomicDec(unsigned* address, unsigned limit) {
+CUDA_SHIM_INLINE unsigned atomicDec(unsigned* address, unsigned limit) {
   return cuda_shim::read_modify_write(address,
                                       [limit](unsigned old) { return old == 0 || old > limit ? limit : old - 1u; });
 }

@@ -27,7 +27,7 @@ void check_aligned(const T* address, Location where) {
 
 // The device moves the whole vector even when only a part of it is used; touching both ends shows that to ASan.
 template <class T>
-T load(const T* address, Location where) {
+CUDA_SHIM_INLINE T load(const T* address, Location where) {
   check_aligned(address, where);
 #if defined(CUDA_SHIM_ASAN)
   const volatile char* bytes = reinterpret_cast<const char*>(address);
@@ -38,17 +38,17 @@ T load(const T* address, Location where) {
 }
 
 template <class T>
-void store(T* address, T value, Location where) {
+CUDA_SHIM_INLINE void store(T* address, T value, Location where) {
   check_aligned(address, where);
   *address = value;
 }
 
 }  // namespace cuda_shim
 
-#define CUDA_SHIM_LOAD(name)                         \
-  template <class T>                                 \
-  T name(const T* address, CUDA_SHIM_CALLER) {       \
-    return cuda_shim::load(address, CUDA_SHIM_HERE); \
+#define CUDA_SHIM_LOAD(name)                                    \
+  template <class T>                                            \
+  CUDA_SHIM_INLINE T name(const T* address, CUDA_SHIM_CALLER) { \
+    return cuda_shim::load(address, CUDA_SHIM_HERE);            \
   }
 CUDA_SHIM_LOAD(__ldg)
 CUDA_SHIM_LOAD(__ldca)
@@ -58,10 +58,10 @@ CUDA_SHIM_LOAD(__ldcv)
 CUDA_SHIM_LOAD(__ldlu)
 #undef CUDA_SHIM_LOAD
 
-#define CUDA_SHIM_STORE(name)                                              \
-  template <class T>                                                       \
-  void name(T* address, std::type_identity_t<T> value, CUDA_SHIM_CALLER) { \
-    cuda_shim::store(address, value, CUDA_SHIM_HERE);                      \
+#define CUDA_SHIM_STORE(name)                                                               \
+  template <class T>                                                                        \
+  CUDA_SHIM_INLINE void name(T* address, std::type_identity_t<T> value, CUDA_SHIM_CALLER) { \
+    cuda_shim::store(address, value, CUDA_SHIM_HERE);                                       \
   }
 CUDA_SHIM_STORE(__stwb)
 CUDA_SHIM_STORE(__stcg)

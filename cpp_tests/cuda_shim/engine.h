@@ -92,6 +92,9 @@ void note_fence();
 
 }  // namespace cuda_shim
 
+// Reports of the race build name the line of a kernel only if what stands between is inlined.
+#define CUDA_SHIM_INLINE inline __attribute__((always_inline))
+
 // Trailing parameters that record where a kernel called an intrinsic, and their use.
 #define CUDA_SHIM_CALLER const char *caller_file = __builtin_FILE(), int caller_line = __builtin_LINE()
 #define CUDA_SHIM_HERE (::cuda_shim::Location{caller_file, caller_line})

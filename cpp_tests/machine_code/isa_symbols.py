@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 SKIPPED = 77
 LOCAL_TYPES = set("trdbnNa")
@@ -20,6 +21,8 @@ GLOBAL_TYPES = set("TRDB")
 
 def faults(isa: str, object_file: str) -> list[str]:
     """What the object defines and must not, in words."""
+    if not Path(object_file).exists():
+        return [f"expected the object to be built: {object_file}"]
     listing = subprocess.run(["nm", "-C", "--defined-only", object_file], capture_output=True, text=True, check=True)
     found = []
     for line in listing.stdout.splitlines():

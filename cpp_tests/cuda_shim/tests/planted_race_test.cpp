@@ -12,6 +12,7 @@ namespace {
 
 using cuda_shim::finding_of;
 using testing::AllOf;
+using testing::ContainsRegex;
 using testing::HasSubstr;
 
 constexpr unsigned kFull = 0xffffffffu;
@@ -146,14 +147,16 @@ TEST(PlantedRace, NeighbouringBlocksOverlapByOneElement) {
 
 __global__ void atomic_and_plain_kernel(unsigned* counter, unsigned* out) {
   atomicAdd(counter, 1u);
-  out[threadIdx.x] = *counter;
+  out[threadIdx.x] = __ldcg(counter);
 }
 
-TEST(PlantedRace, AnAtomicCounterIsReadPlainly) {
+TEST(PlantedRace, AnAtomicCounterIsReadPlainlyAndBothLinesAreNamed) {
   unsigned counter = 0;
   std::vector<unsigned> out(32);
   expect_in_every_order([&] { AREAL_LAUNCH(atomic_and_plain_kernel, 1, 32, 0, nullptr, &counter, out.data()); },
-                        AllOf(HasSubstr("race in global memory: "), HasSubstr("atomic write by thread ")));
+                        AllOf(HasSubstr("race in global memory: "), HasSubstr("atomic write by thread "),
+                              ContainsRegex("read by thread [^;]* at planted_race_test.cpp:"),
+                              ContainsRegex("atomic write by thread [^;]* at planted_race_test.cpp:")));
 }
 
 // The hand-over between blocks, with either fence left out.
