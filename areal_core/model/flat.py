@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,9 +40,8 @@ def parameter_count(config: DecoderConfig) -> int:
 
 def unflatten(flat: Tensor, config: DecoderConfig) -> Weights:
     """Cut the buffer, [parameter_count], in one operation: its backward is one concatenation of the gradients."""
-    shapes = _sections(config)
-    parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
-    section = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    sizes, shapes = _sections(config)
+    section = iter([part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)])
     embedding = next(section)
     blocks = [_block(section, config) for _ in range(config.num_layers)]
     final_norm = next(section)
@@ -54,8 +54,9 @@ def _block(section: Iterator[Tensor], config: DecoderConfig) -> Block:
     return Block(norm, qkv, bias, next(section), next(section), next(section), next(section))
 
 
-def _sections(config: DecoderConfig) -> list[tuple[int, ...]]:
-    """Shapes in the order of the buffer: those of `tensor_shapes` with neighbours merged."""
+@lru_cache
+def _sections(config: DecoderConfig) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Sizes and shapes in the order of the buffer: those of `tensor_shapes` with neighbours merged."""
     hidden, qkv = config.hidden_size, config.q_size + 2 * config.kv_size
     block: list[tuple[int, ...]] = [(hidden,), (qkv, hidden)]
     block += [(qkv,)] if config.qkv_bias else []
@@ -63,4 +64,5 @@ def _sections(config: DecoderConfig) -> list[tuple[int, ...]]:
     block += [(2 * config.intermediate_size, hidden), (hidden, config.intermediate_size)]
     embedding = (config.vocab_size, hidden)
     head = [] if config.tie_word_embeddings else [embedding]
-    return [embedding, *block * config.num_layers, (hidden,), *head]
+    shapes = [embedding, *block * config.num_layers, (hidden,), *head]
+    return [math.prod(shape) for shape in shapes], shapes

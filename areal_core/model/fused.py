@@ -64,9 +64,9 @@ def hidden_states(flat: Tensor, config: DecoderConfig, packing: Packing) -> Tens
 class _Decoder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, config: DecoderConfig, packing: Packing) -> Tensor:
-        hidden, ctx.kept = _forward(unflatten(flat, config), config, packing, keep=True)
-        ctx.save_for_backward(flat)
-        ctx.config, ctx.packing = config, packing
+        ctx.weights, ctx.config, ctx.packing = unflatten(flat, config), config, packing
+        hidden, ctx.kept = _forward(ctx.weights, config, packing, keep=True)
+        ctx.save_for_backward(flat)  # so that a change in between is noticed
         return hidden
 
     @staticmethod
@@ -74,8 +74,7 @@ class _Decoder(torch.autograd.Function):
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor | None, ...]:
         (flat,) = ctx.saved_tensors
         gradient = torch.zeros_like(flat)
-        config = ctx.config
-        _backward(grad_hidden, ctx.kept, unflatten(flat, config), unflatten(gradient, config), config, ctx.packing)
+        _backward(grad_hidden, ctx.kept, ctx.weights, unflatten(gradient, ctx.config), ctx.config, ctx.packing)
         return gradient, None, None
 
 
