@@ -199,8 +199,10 @@ class VersionStore:
         publication = native.begin(version, allow_rollback, timeout)
         try:
             begun = time.perf_counter()
-            publication.write([t.data_ptr() if _is_plain(t) else 0 for t in sources], 0, native.chunks)
-            self._place_others(publication, sources)
+            addresses = [t.data_ptr() if _is_plain(t) else 0 for t in sources]
+            publication.write(addresses, 0, native.chunks)
+            if 0 in addresses:
+                self._place_others(publication, sources)
             publication.commit(verify)
         finally:
             publication.abort()  # nothing after a commit
@@ -264,17 +266,16 @@ class VersionStore:
                 raise ValueError(f"VersionStore.publish: tensor '{name}': expected, got no tensor of that name")
             tensor = tensors[name]
             _check_source(name, spec, tensor)
-            sources.append(tensor.detach())
+            sources.append(tensor)
         return sources
 
     def _place_others(self, publication: Any, sources: list[Tensor]) -> None:
         """Let torch copy what is not plain memory (strided, on a device, conjugated) straight into the arena."""
         others = [i for i, tensor in enumerate(sources) if not _is_plain(tensor)]
-        if others:
-            views = list(self._views(publication.arena()).values())
-            for i in others:
-                views[i].copy_(sources[i])
-            publication.seal(others)
+        views = list(self._views(publication.arena()).values())
+        for i in others:
+            views[i].copy_(sources[i].detach())
+        publication.seal(others)
 
     def _views(self, buffer: Any) -> dict[str, Tensor]:
         """Tensors over an arena; each keeps the memory mapped."""
@@ -318,18 +319,21 @@ def _dtype_of(name: str, dtype_name: str, item_bytes: int) -> torch.dtype:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's bytes lie in host memory one behind the other, as they are meant."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _check_source(name: str, spec: TensorSpec, tensor: Tensor) -> None:
-    where = f"VersionStore.publish: tensor '{name}'"
+    """Raise ValueError unless the tensor fits. Runs for every tensor of every publication: no text before it is due."""
+    expected: str | None = None
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{where}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype != spec.dtype:
-        raise ValueError(f"{where}: expected dtype = {spec.dtype}, got {tensor.dtype}")
-    if tuple(tensor.shape) != spec.shape:
-        raise ValueError(f"{where}: expected shape = {list(spec.shape)}, got {list(tensor.shape)}")
-    if is_traceable_wrapper_subclass(tensor):
-        raise ValueError(f"{where}: expected a plain tensor, got {type(tensor).__name__} (gather it first)")
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise ValueError(f"{where}: expected a dense tensor with storage, got {tensor.layout} on {tensor.device}")
+        expected = f"a torch.Tensor, got {type(tensor).__name__}"
+    elif tensor.dtype != spec.dtype:
+        expected = f"dtype = {spec.dtype}, got {tensor.dtype}"
+    elif tensor.shape != spec.shape:
+        expected = f"shape = {list(spec.shape)}, got {list(tensor.shape)}"
+    elif is_traceable_wrapper_subclass(tensor):
+        expected = f"a plain tensor, got {type(tensor).__name__} (gather it first)"
+    elif tensor.layout != torch.strided or tensor.is_meta:
+        expected = f"a dense tensor with storage, got {tensor.layout} on {tensor.device}"
+    if expected is not None:
+        raise ValueError(f"VersionStore.publish: tensor '{name}': expected {expected}")
