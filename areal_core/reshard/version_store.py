@@ -74,17 +74,38 @@ class Snapshot:
     A pin belongs to the process that took it; a forked child must take its own.
     """
 
-    def __init__(self, pin: Any, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, pin: Any, specs: Mapping[str, TensorSpec], tensors: dict[str, Tensor]) -> None:
+        """Private: use `VersionStore.pin`."""
         self._pin = pin
+        self._specs = specs
         self._tensors: dict[str, Tensor] | None = tensors
         self.version: int = pin.version
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name, as read-only views. Raises ClosedError after `release`."""
-        if self._tensors is None:
-            raise ClosedError(f"Snapshot.tensors: expected a pinned snapshot, got version {self.version} released")
-        return dict(self._tensors)
+        return dict(self._pinned("tensors"))
+
+    def copy_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy every tensor to one of the caller's own, comparing all bytes with their checksums on the way.
+
+        As fast as copying without the comparison. The GIL is released.
+        targets: exactly the names, dtypes and shapes of the store; any strides, any device. Autograd learns that they
+            changed, but records nothing.
+
+        Raises: ValueError naming the tensor that does not fit, before anything is copied; CorruptedError naming the
+        tensor that was damaged, when all has been copied: the targets are then not to be used; ClosedError.
+        """
+        views = self._pinned("copy_into")
+        ordered = _in_order("Snapshot.copy_into", self._specs, targets)
+        addresses = [t.data_ptr() if _is_plain(t) else 0 for t in ordered]
+        if 0 in addresses:
+            self._pin.verify()
+            for view, target in zip(views.values(), ordered, strict=True):
+                if not _is_plain(target):
+                    target.detach().copy_(view)
+        self._pin.copy_to(addresses)
+        torch.autograd.graph.increment_version(ordered)
 
     def checksum(self, *, verify: bool = True) -> int:
         """The digest of the contents, equal for equal contents.
@@ -93,8 +114,7 @@ class Snapshot:
 
         Raises: CorruptedError naming the first tensor that differs; ClosedError after `release`.
         """
-        if self._tensors is None:
-            raise ClosedError(f"Snapshot.checksum: expected a pinned snapshot, got version {self.version} released")
+        self._pinned("checksum")
         if verify:
             self._pin.verify()
         return int(self._pin.content_digest)
@@ -103,6 +123,11 @@ class Snapshot:
         """Let the writer overwrite this version. Releasing again does nothing."""
         self._tensors = None
         self._pin.release()
+
+    def _pinned(self, use: str) -> dict[str, Tensor]:
+        if self._tensors is None:
+            raise ClosedError(f"Snapshot.{use}: expected a pinned snapshot, got version {self.version} released")
+        return self._tensors
 
     def __enter__(self) -> Snapshot:
         return self
@@ -194,7 +219,7 @@ class VersionStore:
         pins were waited for; CorruptedError (verify) when memory does not hold what was written; ClosedError.
         """
         native = self._open()
-        sources = self._sources(tensors)
+        sources = _in_order("VersionStore.publish", self._specs, tensors)
         start = time.perf_counter()
         publication = native.begin(version, allow_rollback, timeout)
         try:
@@ -231,7 +256,7 @@ class VersionStore:
         views = self._readable.get(arena)
         if views is None:  # several threads may do this at once, with equal results
             views = self._readable[arena] = self._views(native.readable_arena(arena))
-        return Snapshot(pin, views)
+        return Snapshot(pin, self._specs, views)
 
     def close(self) -> None:
         """Give the descriptor back. Snapshots and tensors in use keep the memory; closing again does nothing."""
@@ -254,20 +279,6 @@ class VersionStore:
         if self._native is None:
             raise ClosedError("VersionStore: expected an open store, got a closed one")
         return self._native
-
-    def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors in the order of the layout, checked."""
-        unknown = sorted(tensors.keys() - self._specs.keys())
-        if unknown:
-            raise ValueError(f"VersionStore.publish: tensor '{unknown[0]}': expected no tensor of that name, got one")
-        sources = []
-        for name, spec in self._specs.items():
-            if name not in tensors:
-                raise ValueError(f"VersionStore.publish: tensor '{name}': expected, got no tensor of that name")
-            tensor = tensors[name]
-            _check_source(name, spec, tensor)
-            sources.append(tensor)
-        return sources
 
     def _place_others(self, publication: Any, sources: list[Tensor]) -> None:
         """Let torch copy what is not plain memory (strided, on a device, conjugated) straight into the arena."""
@@ -322,8 +333,22 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _check_source(name: str, spec: TensorSpec, tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor fits. Runs for every tensor of every publication: no text before it is due."""
+def _in_order(call: str, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors in the order of the layout. Raises ValueError unless they are what the specs say."""
+    unknown = sorted(tensors.keys() - specs.keys())
+    if unknown:
+        raise ValueError(f"{call}: tensor '{unknown[0]}': expected no tensor of that name, got one")
+    ordered = []
+    for name, spec in specs.items():
+        if name not in tensors:
+            raise ValueError(f"{call}: tensor '{name}': expected, got no tensor of that name")
+        _check_tensor(call, name, spec, tensors[name])
+        ordered.append(tensors[name])
+    return ordered
+
+
+def _check_tensor(call: str, name: str, spec: TensorSpec, tensor: Tensor) -> None:
+    """Runs for every tensor of every publication: no text before it is due."""
     expected: str | None = None
     if not isinstance(tensor, Tensor):
         expected = f"a torch.Tensor, got {type(tensor).__name__}"
@@ -336,4 +361,4 @@ def _check_source(name: str, spec: TensorSpec, tensor: Tensor) -> None:
     elif tensor.layout != torch.strided or tensor.is_meta:
         expected = f"a dense tensor with storage, got {tensor.layout} on {tensor.device}"
     if expected is not None:
-        raise ValueError(f"VersionStore.publish: tensor '{name}': expected {expected}")
+        raise ValueError(f"{call}: tensor '{name}': expected {expected}")

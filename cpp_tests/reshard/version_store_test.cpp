@@ -133,6 +133,28 @@ TEST(VersionStore, PinsFindDamageInDataAndInChecksums) {
   EXPECT_THROW(pin.verify(), CorruptedError);
 }
 
+TEST(VersionStore, CopyToUnpacksAndComparesOnTheWay) {
+  const VersionStore store = new_store();
+  publish(store, 9);
+  const Pin pin = store.pin(Deadline(1.0));
+  const Weights unpacked(store.layout(), 0);
+  std::vector<std::byte*> targets;
+  for (const std::byte* pointer : unpacked.pointers()) targets.push_back(const_cast<std::byte*>(pointer));
+  const size_t left_out = static_cast<size_t>(*store.layout().find("layers.31.weight"));
+  targets[left_out] = nullptr;
+  pin.copy_to(targets);
+  for (size_t tensor = 0; tensor < targets.size(); ++tensor) {
+    const auto* data = reinterpret_cast<const int32_t*>(unpacked.pointers()[tensor]);
+    for (int64_t i = 0; i < store.layout().tensors()[tensor].bytes() / 4; ++i) {
+      ASSERT_EQ(data[i], tensor == left_out ? 0 : 9) << "tensor " << tensor << " element " << i;
+    }
+  }
+  const int64_t damaged = *store.layout().find("layers.5000.weight");
+  store.memory()->writable_arena(pin.arena_index())[store.layout().offset_bytes(damaged) + 19999] ^= std::byte{2};
+  expect_error<CorruptedError>("'layers.5000.weight' of version 9", [&] { pin.copy_to(targets); });
+  EXPECT_THROW(pin.copy_to(std::span(targets).first(3)), Error);
+}
+
 TEST(VersionStore, VersionsRiseUnlessAnyOrderIsAskedFor) {
   const VersionStore store = new_store();
   publish(store, 7);

@@ -98,6 +98,13 @@ void verify(const Pin& pin) {
   pin.verify();
 }
 
+void copy_to(const Pin& pin, const std::vector<uintptr_t>& addresses) {
+  std::vector<std::byte*> targets;
+  for (const uintptr_t address : addresses) targets.push_back(reinterpret_cast<std::byte*>(address));
+  const py::gil_scoped_release unlocked;
+  pin.copy_to(targets);
+}
+
 void translate(std::exception_ptr error) {
   const auto raise = [](const char* name, const std::exception& e) {
     py::set_error(py::module_::import("areal_core.errors").attr(name), e.what());
@@ -124,6 +131,7 @@ void register_reshard(py::module_& m) {
       .def_property_readonly("arena_index", &Pin::arena_index)
       .def_property_readonly("content_digest", &Pin::content_digest)
       .def("verify", &verify)
+      .def("copy_to", &copy_to, py::arg("addresses"))
       .def("release", &Pin::release);
 
   py::class_<Publication>(m, "Publication")

@@ -1,10 +1,14 @@
 #include "reshard/executor.h"
 
+#include <atomic>
+
 #include "base/check.h"
 #include "base/threads.h"
 
 namespace areal::reshard {
 namespace {
+
+constexpr int64_t kNonTemporalFromBytes = int64_t{4} << 20;
 
 void send_chunk(const Plan& plan, const Chunk& chunk, std::span<const std::byte* const> sources, Transport& transport,
                 Stores stores, std::span<uint64_t> checksums) {
@@ -20,7 +24,29 @@ void send_chunk(const Plan& plan, const Chunk& chunk, std::span<const std::byte*
   transport.post(chunk.target_offset_bytes, chunk.span_bytes);
 }
 
+// Runs hash(piece) for every piece of the plan, in parallel; returns the first whose result is not its checksum.
+int64_t find_mismatch(const Plan& plan, std::span<const uint64_t> checksums, const auto& hash) {
+  std::atomic<int64_t> first{kNoPiece};
+  const auto chunks = static_cast<int64_t>(plan.chunks.size());
+  parallel_for(0, chunks, chunks_per_thread(plan), [&](int64_t begin, int64_t end) {
+    const Chunk& last = plan.chunks[static_cast<size_t>(end - 1)];
+    int64_t piece = plan.chunks[static_cast<size_t>(begin)].first_piece;
+    for (; piece < last.first_piece + last.piece_count; ++piece) {
+      const auto index = static_cast<size_t>(piece);
+      if (hash(plan.pieces[index], checksums[index]) == checksums[index]) continue;
+      int64_t known = first.load();
+      while (piece < known && !first.compare_exchange_weak(known, piece)) {
+      }
+    }
+  });
+  return first.load();
+}
+
 }  // namespace
+
+Stores stores_for(const Plan& plan) {
+  return plan.wire_bytes >= kNonTemporalFromBytes ? Stores::kNonTemporal : Stores::kCached;
+}
 
 void send_chunks(const Plan& plan, ChunkRange range, std::span<const std::byte* const> sources, Transport& transport,
                  Stores stores, std::span<uint64_t> checksums) {
@@ -33,6 +59,22 @@ void send_chunks(const Plan& plan, ChunkRange range, std::span<const std::byte* 
     for (int64_t i = begin; i < end; ++i) {
       send_chunk(plan, plan.chunks[static_cast<size_t>(i)], sources, transport, stores, checksums);
     }
+  });
+}
+
+int64_t unpack_chunks(const Plan& plan, const std::byte* arena, std::span<std::byte* const> targets, Stores stores,
+                      std::span<const uint64_t> checksums) {
+  return find_mismatch(plan, checksums, [&](const Piece& piece, uint64_t expected) {
+    std::byte* target = targets[static_cast<size_t>(piece.tensor)];
+    if (target == nullptr) return expected;
+    return copy_with_xxh3(target + piece.source_offset_bytes, arena + piece.target_offset_bytes,
+                          static_cast<size_t>(piece.bytes), stores);
+  });
+}
+
+int64_t find_damaged_piece(const Plan& plan, const std::byte* arena, std::span<const uint64_t> checksums) {
+  return find_mismatch(plan, checksums, [&](const Piece& piece, uint64_t) {
+    return xxh3_64(arena + piece.target_offset_bytes, static_cast<size_t>(piece.bytes));
   });
 }
 

@@ -1,4 +1,5 @@
-// Carries out the sender's part of a plan: packs each chunk where the transport wants it, hashing on the way.
+// Carries out a plan: the sender packs each chunk where the transport wants it, hashing on the way; the receiver
+// unpacks the arena into tensors of its own.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +17,23 @@ struct ChunkRange {
   int64_t end;
 };
 
+// Non-temporal for a plan that would not fit the caches of those who want the bytes next.
+Stores stores_for(const Plan& plan);
+
 // sources: per tensor of the source layout its contiguous bytes, or nullptr: the pieces of that tensor are skipped.
 // checksums: per piece; written for the pieces that were copied.
 // Chunks run in parallel (areal::parallel_for), in any order. The stores of all of them happen before the return.
 void send_chunks(const Plan& plan, ChunkRange range, std::span<const std::byte* const> sources, Transport& transport,
                  Stores stores, std::span<uint64_t> checksums);
+
+// targets: per tensor of the target layout where its contiguous bytes go, or nullptr: not unpacked.
+// arena: what send_chunks filled. Returns the first piece whose bytes were not those of its checksum, or kNoPiece;
+// the targets have been written even so.
+inline constexpr int64_t kNoPiece = INT64_MAX;
+int64_t unpack_chunks(const Plan& plan, const std::byte* arena, std::span<std::byte* const> targets, Stores stores,
+                      std::span<const uint64_t> checksums);
+
+// The first piece of the arena whose bytes are not those of its checksum, or kNoPiece.
+int64_t find_damaged_piece(const Plan& plan, const std::byte* arena, std::span<const uint64_t> checksums);
 
 }  // namespace areal::reshard

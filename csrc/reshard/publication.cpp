@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "base/threads.h"
 #include "reshard/errors.h"
 #include "reshard/reader_slots.h"
 #include "reshard/version_store.h"
@@ -14,8 +13,6 @@ namespace areal::reshard {
 namespace {
 
 constexpr uint64_t kBusy = 1;
-// Below this an arena fits the caches of the readers that will want it next; above it non-temporal stores win.
-constexpr int64_t kNonTemporalFromBytes = int64_t{4} << 20;
 
 DeadlineError seat_taken(const ControlLine& control, uint64_t writer, const Deadline& deadline) {
   const double idle_s = 1e-9 * static_cast<double>(monotonic_ns() - control.heartbeat.load(std::memory_order_relaxed));
@@ -94,10 +91,8 @@ void Publication::write(std::span<const std::byte* const> sources, ChunkRange ch
   const Plan& plan = memory_->plan();
   AREAL_CHECK(static_cast<int64_t>(sources.size()) == memory_->layout().count(), "Publication.write: expected ",
               memory_->layout().count(), " sources, got ", sources.size());
-  const bool large = memory_->layout().payload_bytes() >= kNonTemporalFromBytes;
   ShmTransport transport(arena(), memory_->control().heartbeat);
-  send_chunks(plan, chunks, sources, transport, large ? Stores::kNonTemporal : Stores::kCached,
-              memory_->checksums(arena_index()));
+  send_chunks(plan, chunks, sources, transport, stores_for(plan), memory_->checksums(arena_index()));
   for (int64_t c = chunks.begin; c < chunks.end; ++c) {
     const Chunk& chunk = plan.chunks[static_cast<size_t>(c)];
     for (int64_t p = chunk.first_piece; p < chunk.first_piece + chunk.piece_count; ++p) {
@@ -131,7 +126,10 @@ void Publication::check_complete() const {
 void Publication::commit(Verify verify) {
   AREAL_CHECK(seated_, "Publication.commit: expected an open publication, got one committed or aborted");
   check_complete();
-  if (verify == Verify::kReadBack) verify_arena(*memory_, arena_index(), version_);
+  if (verify == Verify::kReadBack) {
+    const std::byte* written = memory_->arena(arena_index());
+    check_intact(*memory_, find_damaged_piece(memory_->plan(), written, memory_->checksums(arena_index())), version_);
+  }
   ControlLine& control = memory_->control();
   AREAL_CHECK(control.writer.load() == (owner_ | kBusy),
               "VersionStore.publish: expected to hold the writer's seat, got ", describe_process(control.writer.load()),
@@ -155,24 +153,9 @@ void Publication::leave_seat() {
   memory_->control().writer.compare_exchange_strong(mine, owner_);
 }
 
-void verify_arena(const StoreMemory& memory, int arena, int64_t version) {
-  const Plan& plan = memory.plan();
-  const std::span<const uint64_t> checksums = memory.checksums(arena);
-  std::atomic<int64_t> first_bad{INT64_MAX};
-  parallel_for(0, static_cast<int64_t>(plan.chunks.size()), chunks_per_thread(plan), [&](int64_t begin, int64_t end) {
-    const Chunk& last = plan.chunks[static_cast<size_t>(end - 1)];
-    for (int64_t i = plan.chunks[static_cast<size_t>(begin)].first_piece; i < last.first_piece + last.piece_count;
-         ++i) {
-      const auto index = static_cast<size_t>(i);
-      if (checksum_in_place(memory, arena, plan.pieces[index]) == checksums[index]) continue;
-      int64_t bad = first_bad.load();
-      while (i < bad && !first_bad.compare_exchange_weak(bad, i)) {
-      }
-    }
-  });
-  const int64_t bad = first_bad.load();
-  if (bad == INT64_MAX) return;
-  const Piece& piece = plan.pieces[static_cast<size_t>(bad)];
+void check_intact(const StoreMemory& memory, int64_t damaged_piece, int64_t version) {
+  if (damaged_piece == kNoPiece) return;
+  const Piece& piece = memory.plan().pieces[static_cast<size_t>(damaged_piece)];
   throw CorruptedError(
       format_message("VersionStore: tensor '", memory.layout().tensors()[static_cast<size_t>(piece.tensor)].name,
                      "' of version ", version, ": expected the bytes that were published, got others in [",

@@ -58,7 +58,7 @@ class Publication {
   std::vector<uint8_t> written_;  // per piece
 };
 
-// Compares an arena with its checksums. Throws CorruptedError naming the first tensor that differs.
-void verify_arena(const StoreMemory& memory, int arena, int64_t version);
+// Throws CorruptedError naming the tensor of the piece, unless that is kNoPiece.
+void check_intact(const StoreMemory& memory, int64_t damaged_piece, int64_t version);
 
 }  // namespace areal::reshard

@@ -30,15 +30,28 @@ uint64_t Pin::content_digest() const {
   return memory_->record(arena_index()).content_digest.load(std::memory_order_relaxed);
 }
 
-void Pin::verify() const {
-  AREAL_CHECK(held_, "Pin.verify: expected a pin still held, got a released one");
+void Pin::check_table() const {
+  AREAL_CHECK(held_, "Pin: expected a pin still held, got a released one");
   const std::span<const uint64_t> checksums = memory_->checksums(arena_index());
   const uint64_t digest = xxh3_64(checksums.data(), checksums.size_bytes());
   if (digest != content_digest()) {
     throw CorruptedError(format_message("VersionStore: version ", version_, ": expected checksums of digest ",
                                         content_digest(), ", got ", digest));
   }
-  verify_arena(*memory_, arena_index(), version_);
+}
+
+void Pin::verify() const {
+  check_table();
+  check_intact(*memory_, find_damaged_piece(memory_->plan(), arena(), memory_->checksums(arena_index())), version_);
+}
+
+void Pin::copy_to(std::span<std::byte* const> targets) const {
+  check_table();
+  const Plan& plan = memory_->plan();
+  AREAL_CHECK(static_cast<int64_t>(targets.size()) == memory_->layout().count(), "Pin.copy_to: expected ",
+              memory_->layout().count(), " targets, got ", targets.size());
+  const std::span<const uint64_t> checksums = memory_->checksums(arena_index());
+  check_intact(*memory_, unpack_chunks(plan, arena(), targets, stores_for(plan), checksums), version_);
 }
 
 void Pin::release() {

@@ -62,6 +62,10 @@ class Pin {
   // differs.
   void verify() const;
 
+  // Copies every tensor to its contiguous target (nullptr: not this one) and compares with the checksums on the way.
+  // Throws CorruptedError like verify(), after the copy: then some targets hold damaged bytes.
+  void copy_to(std::span<std::byte* const> targets) const;
+
   // The writer may overwrite the arena from now on. Releasing again does nothing.
   void release();
 
@@ -69,6 +73,7 @@ class Pin {
   friend class VersionStore;
   Pin(std::shared_ptr<StoreMemory> memory, int slot, ProcessIdentity owner);
   void take_active();
+  void check_table() const;
 
   std::shared_ptr<StoreMemory> memory_;  // empty in a moved-from pin
   int slot_;

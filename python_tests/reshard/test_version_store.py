@@ -120,6 +120,54 @@ def test_strided_conjugated_and_gradient_tensors_are_published_as_they_read() ->
                 assert not snapshot.tensors[name].requires_grad
 
 
+def test_copy_into_fills_tensors_of_any_layout() -> None:
+    tensors = {f"w{i}": random_bytes_tensor(torch.float32, (5, 7), i) for i in range(5)} | {"empty": torch.empty(0, 2)}
+    targets = {
+        "w0": torch.empty(5, 7),
+        "w1": torch.empty(7, 5).t(),
+        "w2": torch.empty(10, 14)[::2, ::2],
+        "w3": torch.nn.Parameter(torch.empty(5, 7)),
+        "w4": torch.empty(36)[1:].view(5, 7),
+        "empty": torch.empty(0, 2),
+    }
+    with VersionStore.create(tensors) as store:
+        store.publish(tensors, 0)
+        with store.pin() as snapshot:
+            snapshot.copy_into(targets)
+    for name, tensor in tensors.items():
+        assert raw_bytes(targets[name]) == raw_bytes(tensor), name
+
+
+def test_copy_into_tells_autograd_that_a_saved_tensor_changed() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    with VersionStore.create({"w": weight}) as store:
+        store.publish({"w": torch.zeros(3)}, 0)
+        loss = (weight * weight).sum()
+        with store.pin() as snapshot:
+            snapshot.copy_into({"w": weight})
+    assert weight.detach().tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copy_into_checks_its_targets_and_what_it_copies() -> None:
+    with VersionStore.create(GOOD) as store:
+        store.publish(GOOD, 1)
+        with store.pin() as snapshot:
+            untouched = torch.full((2, 3), 7.0)
+            with pytest.raises(ValueError, match=r"Snapshot.copy_into: tensor 'b': expected shape = \[4\]"):
+                snapshot.copy_into({"a": untouched, "b": torch.zeros(5, dtype=torch.bfloat16)})
+            with pytest.raises(ValueError, match="'b': expected, got no tensor"):
+                snapshot.copy_into({"a": untouched})
+            assert torch.equal(untouched, torch.full((2, 3), 7.0))
+            flip_in_memory(store.fileno(), raw_bytes(GOOD["a"]))
+            for target in (torch.zeros(2, 3), torch.zeros(3, 2).t()):
+                with pytest.raises(CorruptedError, match="'a' of version 1"):
+                    snapshot.copy_into(GOOD | {"a": target})
+        with pytest.raises(ClosedError):
+            snapshot.copy_into(GOOD)
+
+
 GOOD = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
 
 
