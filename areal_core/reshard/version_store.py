@@ -17,9 +17,10 @@ protocol and its memory ordering are described in csrc/reshard/version_store.h.
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
 from types import TracebackType
@@ -63,28 +64,62 @@ class PublishStats(NamedTuple):
     bound_bytes: int  # what no plan can beat: bytes / bound_bytes is the overhead of the plan
 
 
+class _Layout(NamedTuple):
+    """What lies where in an arena; both in the same order."""
+
+    specs: dict[str, TensorSpec]
+    offsets_bytes: list[int]
+
+    def views(self, buffer: Any) -> dict[str, Tensor]:
+        """Tensors over an arena; each keeps the buffer alive."""
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        views = {}
+        for (name, spec), offset in zip(self.specs.items(), self.offsets_bytes, strict=True):
+            size = spec.dtype.itemsize * math.prod(spec.shape)
+            views[name] = whole[offset : offset + size].view(spec.dtype).view(spec.shape)
+        return views
+
+    def in_order(self, call: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors in the order of the layout. Raises ValueError unless they are what the specs say."""
+        unknown = sorted(tensors.keys() - self.specs.keys())
+        if unknown:
+            raise ValueError(f"{call}: tensor '{unknown[0]}': expected no tensor of that name, got one")
+        ordered = []
+        for name, spec in self.specs.items():
+            if name not in tensors:
+                raise ValueError(f"{call}: tensor '{name}': expected, got no tensor of that name")
+            _check_tensor(call, name, spec, tensors[name])
+            ordered.append(tensors[name])
+        return ordered
+
+
 class Snapshot:
     """One version, pinned: it is not overwritten until `release`, or the end of the `with` block.
 
     `tensors` are views of shared memory that cost no copy. They are read-only: the memory is mapped that way, and a
     write to one (`tensor.add_(1)`) ends the process with a segmentation fault rather than change the weights of
     every reader. They may be touched after the release, even after the store is closed, without harm to the process,
-    but a later publication then overwrites them: copy what must outlast the pin.
+    but a later publication then overwrites them: copy what must outlast the pin. Without a release the version stays
+    pinned as long as the snapshot or a tensor of it lives.
 
     A pin belongs to the process that took it; a forked child must take its own.
     """
 
-    def __init__(self, pin: Any, specs: Mapping[str, TensorSpec], tensors: dict[str, Tensor]) -> None:
+    def __init__(self, pin: Any, layout: _Layout) -> None:
         """Private: use `VersionStore.pin`."""
         self._pin = pin
-        self._specs = specs
-        self._tensors: dict[str, Tensor] | None = tensors
+        self._layout = layout
+        self._tensors: dict[str, Tensor] | None = None
+        self._released = False
         self.version: int = pin.version
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name, as read-only views. Raises ClosedError after `release`."""
-        return dict(self._pinned("tensors"))
+        self._check_pinned("tensors")
+        if self._tensors is None:
+            self._tensors = self._layout.views(self._pin.arena())
+        return dict(self._tensors)
 
     def copy_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy every tensor to one of the caller's own, comparing all bytes with their checksums on the way.
@@ -96,12 +131,12 @@ class Snapshot:
         Raises: ValueError naming the tensor that does not fit, before anything is copied; CorruptedError naming the
         tensor that was damaged, when all has been copied: the targets are then not to be used; ClosedError.
         """
-        views = self._pinned("copy_into")
-        ordered = _in_order("Snapshot.copy_into", self._specs, targets)
+        self._check_pinned("copy_into")
+        ordered = self._layout.in_order("Snapshot.copy_into", targets)
         addresses = [t.data_ptr() if _is_plain(t) else 0 for t in ordered]
         if 0 in addresses:
             self._pin.verify()
-            for view, target in zip(views.values(), ordered, strict=True):
+            for view, target in zip(self.tensors.values(), ordered, strict=True):
                 if not _is_plain(target):
                     target.detach().copy_(view)
         self._pin.copy_to(addresses)
@@ -114,20 +149,20 @@ class Snapshot:
 
         Raises: CorruptedError naming the first tensor that differs; ClosedError after `release`.
         """
-        self._pinned("checksum")
+        self._check_pinned("checksum")
         if verify:
             self._pin.verify()
         return int(self._pin.content_digest)
 
     def release(self) -> None:
         """Let the writer overwrite this version. Releasing again does nothing."""
+        self._released = True
         self._tensors = None
         self._pin.release()
 
-    def _pinned(self, use: str) -> dict[str, Tensor]:
-        if self._tensors is None:
+    def _check_pinned(self, use: str) -> None:
+        if self._released:
             raise ClosedError(f"Snapshot.{use}: expected a pinned snapshot, got version {self.version} released")
-        return self._tensors
 
     def __enter__(self) -> Snapshot:
         return self
@@ -148,12 +183,11 @@ class VersionStore:
     def __init__(self, native: Any) -> None:
         """Private: use `create` or `attach`."""
         self._native: Any | None = native
-        self._specs = {
+        specs = {
             name: TensorSpec(_dtype_of(name, dtype, item_bytes), tuple(shape))
             for name, dtype, item_bytes, shape in native.specs
         }
-        self._offsets: list[int] = native.offsets_bytes
-        self._readable: dict[int, dict[str, Tensor]] = {}
+        self._layout = _Layout(specs, native.offsets_bytes)
 
     @classmethod
     def create(
@@ -189,7 +223,7 @@ class VersionStore:
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """What the store holds, sorted by name."""
-        return dict(self._specs)
+        return dict(self._layout.specs)
 
     @property
     def digest(self) -> int:
@@ -219,7 +253,7 @@ class VersionStore:
         pins were waited for; CorruptedError (verify) when memory does not hold what was written; ClosedError.
         """
         native = self._open()
-        sources = _in_order("VersionStore.publish", self._specs, tensors)
+        sources = self._layout.in_order("VersionStore.publish", tensors)
         start = time.perf_counter()
         publication = native.begin(version, allow_rollback, timeout)
         try:
@@ -250,18 +284,11 @@ class VersionStore:
 
         timeout: seconds to wait for a first version or a free slot; then DeadlineError.
         """
-        native = self._open()
-        pin = native.pin(timeout)
-        arena: int = pin.arena_index
-        views = self._readable.get(arena)
-        if views is None:  # several threads may do this at once, with equal results
-            views = self._readable[arena] = self._views(native.readable_arena(arena))
-        return Snapshot(pin, self._specs, views)
+        return Snapshot(self._open().pin(timeout), self._layout)
 
     def close(self) -> None:
         """Give the descriptor back. Snapshots and tensors in use keep the memory; closing again does nothing."""
         self._native = None
-        self._readable = {}
 
     def __enter__(self) -> VersionStore:
         return self
@@ -283,19 +310,10 @@ class VersionStore:
     def _place_others(self, publication: Any, sources: list[Tensor]) -> None:
         """Let torch copy what is not plain memory (strided, on a device, conjugated) straight into the arena."""
         others = [i for i, tensor in enumerate(sources) if not _is_plain(tensor)]
-        views = list(self._views(publication.arena()).values())
+        views = list(self._layout.views(publication.arena()).values())
         for i in others:
             views[i].copy_(sources[i].detach())
         publication.seal(others)
-
-    def _views(self, buffer: Any) -> dict[str, Tensor]:
-        """Tensors over an arena; each keeps the memory mapped."""
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        views = {}
-        for (name, spec), offset in zip(self._specs.items(), self._offsets, strict=True):
-            size = spec.dtype.itemsize * _numel(spec.shape)
-            views[name] = whole[offset : offset + size].view(spec.dtype).view(spec.shape)
-        return views
 
 
 def _attach_and_close(received: Any) -> VersionStore:
@@ -304,13 +322,6 @@ def _attach_and_close(received: Any) -> VersionStore:
         return VersionStore.attach(fd)
     finally:
         os.close(fd)
-
-
-def _numel(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -331,20 +342,6 @@ def _dtype_of(name: str, dtype_name: str, item_bytes: int) -> torch.dtype:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's bytes lie in host memory one behind the other, as they are meant."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _in_order(call: str, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors in the order of the layout. Raises ValueError unless they are what the specs say."""
-    unknown = sorted(tensors.keys() - specs.keys())
-    if unknown:
-        raise ValueError(f"{call}: tensor '{unknown[0]}': expected no tensor of that name, got one")
-    ordered = []
-    for name, spec in specs.items():
-        if name not in tensors:
-            raise ValueError(f"{call}: tensor '{name}': expected, got no tensor of that name")
-        _check_tensor(call, name, spec, tensors[name])
-        ordered.append(tensors[name])
-    return ordered
 
 
 def _check_tensor(call: str, name: str, spec: TensorSpec, tensor: Tensor) -> None:

@@ -16,15 +16,16 @@ namespace {
 
 using namespace reshard;
 
-// The bytes of one arena as a Python buffer, which keeps the mapping alive. Readers get one over the read-only
-// mapping; it says "writable" all the same, since torch knows no read-only tensors and would warn.
+// The bytes of one arena as a Python buffer, which keeps alive what it came from: a publication's memory, or a pin
+// (so that tensors made from it are not overwritten while they live, unless the pin is released by name). A pin's
+// memory is mapped read-only; the buffer says "writable" all the same, since torch knows no read-only tensors and
+// would warn.
 struct ArenaView {
-  std::shared_ptr<StoreMemory> memory;
+  std::shared_ptr<const void> owner;
   std::byte* data;
+  int64_t bytes;
 
-  py::buffer_info buffer() const {
-    return {data, 1, "B", 1, {memory->layout().arena_bytes()}, {py::ssize_t{1}}, false};
-  }
+  py::buffer_info buffer() const { return {data, 1, "B", 1, {bytes}, {py::ssize_t{1}}, false}; }
 };
 
 using SpecTuple = std::tuple<std::string, std::string, int64_t, std::vector<int64_t>>;
@@ -125,10 +126,13 @@ void register_reshard(py::module_& m) {
 
   py::class_<ArenaView>(m, "ArenaView", py::buffer_protocol()).def_buffer(&ArenaView::buffer);
 
-  py::class_<Pin>(m, "Pin")
+  py::class_<Pin, std::shared_ptr<Pin>>(m, "Pin")
       .def_property_readonly("version", &Pin::version)
       .def_property_readonly("epoch", &Pin::epoch)
-      .def_property_readonly("arena_index", &Pin::arena_index)
+      .def("arena",
+           [](const std::shared_ptr<Pin>& pin) {
+             return ArenaView{pin, const_cast<std::byte*>(pin->arena()), pin->memory().layout().arena_bytes()};
+           })
       .def_property_readonly("content_digest", &Pin::content_digest)
       .def("verify", &verify)
       .def("copy_to", &copy_to, py::arg("addresses"))
@@ -136,8 +140,8 @@ void register_reshard(py::module_& m) {
 
   py::class_<Publication>(m, "Publication")
       .def_property_readonly("epoch", &Publication::epoch)
-      .def_property_readonly("arena_index", &Publication::arena_index)
-      .def("arena", [](const Publication& p) { return ArenaView{p.memory(), p.arena()}; })
+      .def("arena",
+           [](const Publication& p) { return ArenaView{p.memory(), p.arena(), p.memory()->layout().arena_bytes()}; })
       .def("write", &write, py::arg("addresses"), py::arg("first_chunk"), py::arg("end_chunk"))
       .def("seal", &seal, py::arg("tensors"))
       .def("commit", &commit, py::arg("read_back"))
@@ -154,10 +158,6 @@ void register_reshard(py::module_& m) {
       .def_property_readonly("bound_bytes", [](const VersionStore& s) { return s.plan().lower_bound.wire_bytes; })
       .def_property_readonly("digest", [](const VersionStore& s) { return s.plan().digest; })
       .def_property_readonly("chunks", [](const VersionStore& s) { return s.plan().chunks.size(); })
-      .def("readable_arena",
-           [](const VersionStore& s, int arena) {
-             return ArenaView{s.memory(), const_cast<std::byte*>(s.memory()->arena(arena))};
-           })
       .def("version", &VersionStore::version)
       .def("epoch", &VersionStore::epoch)
       .def("wait", &wait, py::arg("version"), py::arg("timeout"))

@@ -1,8 +1,10 @@
 // Until when to wait for other processes, and what to look after meanwhile.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
+#include <utility>
 
 namespace areal::reshard {
 
@@ -15,11 +17,7 @@ class Deadline {
   // seconds: may be infinite; 0 or less has passed already. interrupt: called at least every kSlice of a wait, and may
   // throw to end it (Python: Ctrl-C).
   explicit Deadline(double seconds, std::function<void()> interrupt = {})
-      : seconds_(seconds),
-        at_(seconds < kForever
-                ? Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))
-                : Clock::time_point::max()),
-        interrupt_(std::move(interrupt)) {}
+      : seconds_(std::max(seconds, 0.0)), at_(from_now(seconds_)), interrupt_(std::move(interrupt)) {}
 
   double seconds() const { return seconds_; }
   bool passed() const { return Clock::now() >= at_; }
@@ -34,6 +32,11 @@ class Deadline {
 
  private:
   static constexpr double kForever = 1e9;  // 31 years
+
+  static Clock::time_point from_now(double seconds) {
+    if (seconds >= kForever) return Clock::time_point::max();
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  }
 
   double seconds_;
   Clock::time_point at_;

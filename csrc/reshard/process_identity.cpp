@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -28,7 +29,7 @@ struct ProcessStat {
 // Fields 3, 20 and 22 of /proc/<pid>/stat, counted from behind the command name (which may hold anything).
 std::optional<ProcessStat> read_stat(pid_t pid) {
   char path[32], text[1024];
-  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
   const int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return std::nullopt;
   const ssize_t length = read(fd, text, sizeof text - 1);

@@ -11,7 +11,8 @@ namespace areal::reshard {
 // Never 0. Bit 0 is always clear: free for the user of the word.
 using ProcessIdentity = uint64_t;
 
-// The calling process; right after fork() too. Throws areal::Error when /proc is not mounted.
+// The calling process; right after fork() too, while exec() changes nothing. Throws areal::Error when /proc is not
+// mounted.
 ProcessIdentity self_identity();
 pid_t pid_of(ProcessIdentity identity);
 

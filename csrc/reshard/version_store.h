@@ -22,9 +22,8 @@
 //   - a writer dies: epoch was not counted up, the old version stays active. The next writer finds the seat held by a
 //     dead process, takes it, and fills the same arena anew.
 //   - a reader dies with a pin: the waiting writer finds the slot's owner dead. It first makes itself the owner (CAS,
-//   so
-//     that of several only one goes on), then clears the bits, then frees the slot; should it die on the way the next
-//     one does the same to it.
+//     so that of several only one goes on), then clears the bits, then frees the slot; should it die on the way the
+//     next one does the same to it.
 //   - an owner counts as dead only when the kernel says so (process_identity.h); in doubt the writer waits, until its
 //     deadline, and names the reader.
 // Readers can't starve the writer: nobody pins the inactive arena anew.
@@ -44,7 +43,7 @@ namespace areal::reshard {
 inline constexpr int64_t kNoVersion = -1;
 
 // Keeps one version from being overwritten. Movable between threads; in a forked child it pins nothing (the parent's
-// pin is still the parent's). The memory stays mapped while the pin lives.
+// pin is still the parent's). The memory stays mapped while the pin lives, released or not.
 class Pin {
  public:
   Pin(Pin&& other) noexcept = default;
@@ -55,6 +54,7 @@ class Pin {
   uint64_t epoch() const { return epoch_; }
   int arena_index() const { return static_cast<int>(epoch_ % 2); }
   const std::byte* arena() const { return memory_->arena(arena_index()); }
+  const StoreMemory& memory() const { return *memory_; }
   // XXH3 over the checksums taken when the version was written: equal contents have equal digests.
   uint64_t content_digest() const;
 

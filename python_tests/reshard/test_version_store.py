@@ -226,6 +226,19 @@ def test_a_pin_keeps_its_version_and_a_second_update_waits_for_it() -> None:
         assert same_bytes(store, old)
 
 
+def test_tensors_keep_the_pin_of_a_snapshot_that_nobody_released() -> None:
+    old, new = {"a": torch.full((1000,), 1.0)}, {"a": torch.full((1000,), 2.0)}
+    with VersionStore.create(old) as store:
+        store.publish(old, 1)
+        kept = store.pin().tensors["a"]
+        store.publish(new, 2)
+        with pytest.raises(DeadlineError, match="pins on version 1"):
+            store.publish(new, 3, timeout=0.01)
+        assert torch.equal(kept, old["a"])
+        del kept
+        store.publish(new, 3, timeout=0.0)
+
+
 def test_waits_end_with_a_typed_error_that_says_for_what() -> None:
     with VersionStore.create(GOOD) as store:
         with pytest.raises(DeadlineError, match=r"version >= 0 within 0\.01 s, got -1; no writer yet"):

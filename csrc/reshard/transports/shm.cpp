@@ -16,6 +16,7 @@
 namespace areal::reshard {
 namespace {
 
+constexpr unsigned kNoExecSeal = 0x8;  // MFD_NOEXEC_SEAL, which some systems demand and older headers lack
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 // For kernels without MADV_POPULATE_* (before 5.14).
@@ -69,7 +70,8 @@ SharedMemory SharedMemory::create(const char* name, int64_t bytes) {
   const int64_t machine_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
   AREAL_CHECK(bytes <= machine_bytes, "SharedMemory: expected at most ", machine_bytes,
               " bytes of shared memory (the machine has no more), got ", bytes);
-  const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);  // before Linux 6.3
   AREAL_CHECK(fd >= 0, "SharedMemory: expected a new memfd, got ", std::strerror(errno));
   SharedMemory memory(fd, bytes);
   AREAL_CHECK(ftruncate(fd, bytes) == 0, "SharedMemory: expected ", bytes, " bytes of shared memory, got ",
