@@ -136,7 +136,7 @@ def bench_one_process(bench: Bench, case: str, weights: Weights, bound: NonTempo
     total = sum(t.nbytes for t in weights.values())
     flat = torch.randint(0, 255, (total,), dtype=torch.uint8)
     private = torch.zeros_like(flat).view(torch.uint8)
-    shared = torch.zeros_like(flat).share_memory_()
+    shared = torch.zeros_like(flat).share_memory_()  # type: ignore[no-untyped-call]
     own = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     check = expect_equal(weights)
     with folder_in_memory() as folder, VersionStore.create(weights) as store:
@@ -164,14 +164,14 @@ def bench_one_process(bench: Bench, case: str, weights: Weights, bound: NonTempo
             with store.pin() as snapshot:
                 return snapshot.checksum()
 
-        writers = {
+        writers: dict[str, Callable[[], Any]] = {
             "non-temporal copy (the bound)": lambda: bound(shared, flat),
             "VersionStore.publish": publish,
             "VersionStore.publish(verify=True)": lambda: publish(verify=True),
             "torch.save to /dev/shm": lambda: torch.save(weights, file),
         }
         bench.compare(f"write {case}", writers, check=check)
-        readers = {
+        readers: dict[str, Callable[[], Any]] = {
             "non-temporal copy (the bound)": lambda: bound(private, shared),
             "pin, copy_into (verifies)": read,
             "pin, torch copy_": read_with_torch,
@@ -235,7 +235,7 @@ def exchange(
     """Runs the rounds against a reader process; times in ms, the first two rounds (start-up) left out."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    own = {name: torch.zeros_like(tensor).share_memory_() for name, tensor in weights.items()}
+    own = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}  # Process shares them with the child
     process = context.Process(target=reader, args=(theirs, own, rounds, handle), daemon=True)
     process.start()
     visible, pause, placed = [], [], []
@@ -251,7 +251,7 @@ def exchange(
     last = int(weights["model.embed_tokens.weight"].view(torch.int16)[0])
     assert mine.recv() == last, "the reader did not get the last version"
     process.join()
-    figures = {}
+    figures: dict[str, float] = {}
     for name, values in (("visible", visible[2:]), ("pause", pause[2:]), ("placed", placed[2:])):
         cuts = statistics.quantiles(values, n=20, method="inclusive")
         figures |= {f"{name}_p50_ms": cuts[9], f"{name}_p95_ms": cuts[18]}

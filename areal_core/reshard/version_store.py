@@ -70,7 +70,7 @@ class _Layout(NamedTuple):
     specs: dict[str, TensorSpec]
     offsets_bytes: list[int]
 
-    def views(self, buffer: Any) -> dict[str, Tensor]:
+    def views(self, buffer: _C.ArenaView) -> dict[str, Tensor]:
         """Tensors over an arena; each keeps the buffer alive."""
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
         views = {}
@@ -105,13 +105,13 @@ class Snapshot:
     A pin belongs to the process that took it; a forked child must take its own.
     """
 
-    def __init__(self, pin: Any, layout: _Layout) -> None:
+    def __init__(self, pin: _C.Pin, layout: _Layout) -> None:
         """Private: use `VersionStore.pin`."""
         self._pin = pin
         self._layout = layout
         self._tensors: dict[str, Tensor] | None = None
         self._released = False
-        self.version: int = pin.version
+        self.version = pin.version
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class Snapshot:
         self._check_pinned("checksum")
         if verify:
             self._pin.verify()
-        return int(self._pin.content_digest)
+        return self._pin.content_digest
 
     def release(self) -> None:
         """Let the writer overwrite this version. Releasing again does nothing."""
@@ -180,9 +180,9 @@ class VersionStore:
     tensor of all processes is gone.
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: _C.VersionStore) -> None:
         """Private: use `create` or `attach`."""
-        self._native: Any | None = native
+        self._native: _C.VersionStore | None = native
         specs = {
             name: TensorSpec(_dtype_of(name, dtype, item_bytes), tuple(shape))
             for name, dtype, item_bytes, shape in native.specs
@@ -218,7 +218,7 @@ class VersionStore:
 
     def fileno(self) -> int:
         """The descriptor of the shared memory; it stays the store's."""
-        return int(self._open().fd)
+        return self._open().fd
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -228,7 +228,7 @@ class VersionStore:
     @property
     def digest(self) -> int:
         """Equal on two stores exactly when names, dtypes, shapes, offsets and chunks are (up to hash collisions)."""
-        return int(self._open().digest)
+        return self._open().digest
 
     def publish(
         self,
@@ -266,18 +266,18 @@ class VersionStore:
         finally:
             publication.abort()  # nothing after a commit
         end = time.perf_counter()
-        payload: int = native.payload_bytes
+        payload = native.payload_bytes
         return PublishStats(
             version, payload, end - start, payload / max(end - begun, 1e-9), begun - start, native.bound_bytes
         )
 
     def version(self) -> int:
         """The active version, -1 before the first. Costs less than a microsecond: poll as often as you like."""
-        return int(self._open().version())
+        return self._open().version()
 
     def wait(self, version: int, timeout: float = DEFAULT_TIMEOUT_S) -> int:
         """Wait until `version()` is at least this; returns it. Raises DeadlineError; Ctrl-C ends the wait."""
-        return int(self._open().wait(version, timeout))
+        return self._open().wait(version, timeout)
 
     def pin(self, timeout: float = DEFAULT_TIMEOUT_S) -> Snapshot:
         """Hold on to the active version (waiting for the first): `with store.pin() as snapshot: ...`.
@@ -302,12 +302,12 @@ class VersionStore:
         """Only multiprocessing pickles a store: the descriptor travels beside the bytes."""
         return _attach_and_close, (reduction.DupFd(self.fileno()),)
 
-    def _open(self) -> Any:
+    def _open(self) -> _C.VersionStore:
         if self._native is None:
             raise ClosedError("VersionStore: expected an open store, got a closed one")
         return self._native
 
-    def _place_others(self, publication: Any, sources: list[Tensor]) -> None:
+    def _place_others(self, publication: _C.Publication, sources: list[Tensor]) -> None:
         """Let torch copy what is not plain memory (strided, on a device, conjugated) straight into the arena."""
         others = [i for i, tensor in enumerate(sources) if not _is_plain(tensor)]
         views = list(self._layout.views(publication.arena()).values())
