@@ -180,12 +180,16 @@ def test_only_the_last_token_possible(vocab: int, dtype: torch.dtype) -> None:
     assert not gradient.isnan().any()
 
 
-def test_gradient_of_a_sure_label_in_bfloat16() -> None:
-    """1 - p = 0.001 survives: it is never computed as a difference, nor rounded twice."""
-    logits = torch.tensor([[6.906755, 0.0]]).bfloat16()
-    _, gradient = run(ops.logprob_from_logits, logits, torch.tensor([0]), torch.tensor([[1.0], [0.0], [0.0]]))
-    _, truth = run(oracle, logits, torch.tensor([0]), torch.tensor([[1.0], [0.0], [0.0]]))
-    assert_near(gradient, truth, absolute=0, relative=2**-8)
+@pytest.mark.parametrize(("dtype", "margin", "relative"), [(torch.bfloat16, 6.9, 2**-8), (torch.float32, 14.0, 1e-5)])
+def test_gradient_of_a_sure_label(dtype: torch.dtype, margin: float, relative: float) -> None:
+    """1 - p survives, be it 1e-3 or 1e-6: it is never computed as a difference, nor rounded twice."""
+    logits, weights = torch.tensor([[margin, 0.0]]).to(dtype), torch.tensor([[1.0], [0.0], [0.0]])
+    for isa in ISAS[: ISAS.index(_C.best_isa()) + 1]:
+        _C.set_active_isa(isa)
+        outputs, gradient = run(ops.logprob_from_logits, logits, torch.tensor([0]), weights)
+        truths, true_gradient = run(oracle, logits.double(), torch.tensor([0]), weights)
+        assert_near(outputs[0], truths[0], absolute=0, relative=1e-5)
+        assert_near(gradient, true_gradient, absolute=0, relative=relative)
 
 
 def test_large_offset_keeps_the_difference() -> None:

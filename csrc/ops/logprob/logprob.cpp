@@ -47,7 +47,7 @@ void store_gradient(float value, void* element, DType dtype) {
 }
 void store_gradient(double value, void* element, DType) { *static_cast<double*>(element) = value; }
 
-Partial<float> forward_block(const void* logits, DType dtype, int64_t count, float scale) {
+Partial<double> forward_block(const void* logits, DType dtype, int64_t count, float scale) {
   AREAL_ISA_DISPATCH(logprob_forward_block(logits, dtype, count, scale));
 }
 
@@ -86,16 +86,15 @@ void check_live_rows(const LogprobInput<Real>& input) {
     AREAL_CHECK(label >= 0 && label < input.vocab, op, ": expected labels[", row, "] in [0, ", input.vocab,
                 ") or equal to ignore_index = ", input.ignore_index, ", got ", label);
     const Real temperature = input.row_temperature(row);
-    AREAL_CHECK(temperature > 0 && std::isnormal(temperature), op,
-                ": expected temperature of row ", row, " > 0 and finite, got ", temperature);
+    AREAL_CHECK(temperature > 0 && std::isnormal(temperature), op, ": expected temperature of row ", row,
+                " > 0 and finite, got ", temperature);
   }
 }
 
 template <class Real>
 Partial<double> row_block(const LogprobInput<Real>& input, int64_t row, int64_t block) {
   const Real scale = static_cast<Real>(logprob::kLog2E / static_cast<double>(input.row_temperature(row)));
-  const auto part = forward_block(element(input, row, block * kBlock), input.dtype, block_length(input, block), scale);
-  return {part.max, part.sum, part.weighted};
+  return forward_block(element(input, row, block * kBlock), input.dtype, block_length(input, block), scale);
 }
 
 // Merges a row's blocks, given by block(index), in index order; in double, so that their number costs no digits.

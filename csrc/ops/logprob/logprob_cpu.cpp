@@ -34,8 +34,17 @@ AREAL_INLINE float block_max(const T* x, int64_t count) {
   return reduce_max(max(max(a, b), max(c, d)));
 }
 
+// In double: of a sum near 1, as where one token is all but sure, the digits behind the 1 are what matters.
+AREAL_INLINE double wide_sum(VecF v) {
+  float lane[kLanes];
+  store(lane, v);
+  double sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(lane[i]);
+  return sum;
+}
+
 template <class T>
-logprob::Partial<float> forward_block(const T* x, int64_t count, float scale) {
+logprob::Partial<double> forward_block(const T* x, int64_t count, float scale) {
   const float top = block_max(x, count);
   const float shift = top == -kInf ? 0.0f : top;  // -inf - -inf would be NaN
 
@@ -47,8 +56,8 @@ logprob::Partial<float> forward_block(const T* x, int64_t count, float scale) {
     sum += e;
     weighted = fma(e, t, weighted);
   });
-  const float total = reduce_add(sum), total_weighted = reduce_add(weighted);
-  if (top == -kInf) return {top, total_weighted * 0.0f, total_weighted * 0.0f};  // 0, or NaN if a logit is NaN
+  const double total = wide_sum(sum), total_weighted = wide_sum(weighted);
+  if (top == -kInf) return {top, total_weighted * 0, total_weighted * 0};  // 0, or NaN if a logit is NaN
   return {top, total, total_weighted};
 }
 
@@ -95,7 +104,7 @@ void logprob_store(float value, void* element, DType dtype) {
   });
 }
 
-logprob::Partial<float> logprob_forward_block(const void* logits, DType dtype, int64_t count, float scale) {
+logprob::Partial<double> logprob_forward_block(const void* logits, DType dtype, int64_t count, float scale) {
   return with_type(dtype, [&](auto tag) { return forward_block(static_cast<decltype(tag)>(logits), count, scale); });
 }
 

@@ -14,8 +14,8 @@ AREAL_ISA_DECLARE(float logprob_load(const void* element, DType dtype))
 AREAL_ISA_DECLARE(void logprob_store(float value, void* element, DType dtype))
 
 // scale = log2(e) / temperature.
-AREAL_ISA_DECLARE(logprob::Partial<float> logprob_forward_block(const void* logits, DType dtype, int64_t count,
-                                                                float scale))
+AREAL_ISA_DECLARE(logprob::Partial<double> logprob_forward_block(const void* logits, DType dtype, int64_t count,
+                                                                 float scale))
 
 // The gradient of every element, as if none were the label. grad may be logits.
 AREAL_ISA_DECLARE(void logprob_backward_block(const void* logits, void* grad, DType dtype, int64_t count,
