@@ -232,7 +232,7 @@ def ppo_loss(
     loss = sum of terms over live tokens / normalizer. Without behavior_logprobs w = 1: PPO against proximal_logprobs.
 
     Args:
-        logprobs: float32 (or float64, CPU only) [T], nats, of the current policy; differentiable.
+        logprobs: float32 or float64 [T], nats, of the current policy; differentiable.
         proximal_logprobs: same dtype [T], of the policy before this update; no gradient, nor in any input below.
         advantages: same dtype [T].
         loss_mask: bool or number [T], nonzero = live.
