@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-GUIDE = Path(__file__).parents[1] / "docs" / "ops.md"
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "ops.md"
 
 
 def python_blocks(guide: Path) -> list[str]:
@@ -24,6 +25,16 @@ def test_ops_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(value.isfinite() for value in summary)
     assert summary.ratio_mean == 1, "before the first step the current policy is the proximal one"
     assert "loss" in capsys.readouterr().out
+
+
+def test_readme_runs() -> None:
+    namespace: dict[str, Any] = {}
+    (block,) = python_blocks(ROOT / "README.md")
+    exec(compile(block, "README.md", "exec"), namespace)
+    gradient = namespace["logits"].grad.float()
+    assert gradient.isfinite().all()
+    assert gradient[[0, 1, 2, 4]].abs().amax(1).gt(0).all()
+    assert gradient[[3, 5]].eq(0).all(), "the last row of a sequence predicts nothing"
 
 
 def test_ops_guide_names_every_function() -> None:
