@@ -1,5 +1,6 @@
-// Cached loads and stores, fast maths and bit operations. The fast functions are exact here and approximate on the
-// device (__expf: 2 ulp + 2^-21 |x|): tolerances of kernel tests must not rest on what the host computes.
+// Cached loads and stores, fast maths and bit operations. The fast functions follow the device's way (__expf: a rounded
+// product, then exp2), so that their error grows as it does there; the last 2 ulp of ex2.approx and lg2.approx are not
+// imitated.
 #pragma once
 
 #include <math.h>  // expf, isnan and the rest in the global namespace, as CUDA has them
@@ -72,15 +73,17 @@ CUDA_SHIM_STORE(__stwt)
 using std::max;
 using std::min;
 
-inline float __expf(float x) { return std::exp(x); }
-inline float __exp10f(float x) { return std::pow(10.0f, x); }
-inline float __logf(float x) { return std::log(x); }
+inline float __expf(float x) { return std::exp2(x * 1.44269504f); }
+inline float __exp10f(float x) { return std::exp2(x * 3.32192809f); }
 inline float __log2f(float x) { return std::log2(x); }
-inline float __log10f(float x) { return std::log10(x); }
-inline float __powf(float x, float y) { return std::pow(x, y); }
+inline float __logf(float x) { return std::log2(x) * 0.693147181f; }
+inline float __log10f(float x) { return std::log2(x) * 0.301029996f; }
+inline float __powf(float x, float y) { return std::exp2(y * std::log2(x)); }
 inline float __tanhf(float x) { return std::tanh(x); }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) {  // 1/b is flushed to zero where it would be subnormal
+  return std::fabs(b) > 0x1p126f ? a * 0.0f : a * (1.0f / b);
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }

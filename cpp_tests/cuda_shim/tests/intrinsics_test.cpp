@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -237,6 +238,23 @@ TEST(Intrinsics, MoveVectorsAndBits) {
   EXPECT_EQ(bits[0], 8 + 31 + 4 + 32);
   EXPECT_EQ(bits[1], std::bit_cast<int>(1.0f));
   EXPECT_EQ(bits[2], 46);
+}
+
+__global__ void fast_maths_kernel(float* out) {
+  out[0] = __expf(80.0f) / expf(80.0f) - 1.0f;
+  out[1] = __fdividef(1.0f, 0x1p127f);
+  out[2] = __expf(-CUDART_INF_F);
+  out[3] = __logf(0.0f);
+}
+
+TEST(Intrinsics, FastMathsErrAsOnTheDevice) {
+  float out[4];
+  AREAL_LAUNCH(fast_maths_kernel, 1, 1, 0, nullptr, out);
+  EXPECT_NE(out[0], 0.0f);
+  EXPECT_LE(std::abs(out[0]), 0x1p-22f * 2 + 0x1p-21f * 80);
+  EXPECT_EQ(out[1], 0.0f);
+  EXPECT_EQ(out[2], 0.0f);
+  EXPECT_EQ(out[3], -CUDART_INF_F);
 }
 
 __global__ void coordinates_kernel(unsigned* out) {
