@@ -40,7 +40,8 @@ inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
 AREAL_INLINE VecF splat(float x) { return x - VecF{}; }  // not VecF{} + x: that turns -0 into 0, so the add stays
 AREAL_INLINE VecF select(VecI mask, VecF yes, VecF no) { return mask ? yes : no; }
-// Where either is NaN the result is b. (Intrinsics: against a constant GCC makes a compare and a blend of a > b ? a : b.)
+// Where either is NaN the result is b. (Intrinsics: against a constant GCC makes a compare and a blend of a > b ? a :
+// b.)
 AREAL_INLINE VecF max(VecF a, VecF b) {
 #if defined(__AVX512F__)
   return (VecF)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
@@ -152,20 +153,35 @@ AREAL_INLINE void store(Float16* p, VecF v) {
 #endif
 }
 
-// Lane reductions in a fixed tree order: the same result for the same lanes, always.
+// Lane reductions in a fixed tree order (lane i with lane i + width / 2, and so on): the same result for the same
+// lanes, always. Halves are taken with shuffles; a loop over an array of lanes would go through memory.
+typedef float Vec4F __attribute__((vector_size(16)));
+#if defined(__AVX2__)
+typedef float Vec8F __attribute__((vector_size(32)));
+#endif
+
+template <class Fold>
+AREAL_INLINE float reduce(VecF v, Fold fold) {
+#if defined(__AVX512F__)
+  const Vec8F half = fold(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                          __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+#elif defined(__AVX2__)
+  const Vec8F half = v;
+#endif
+#if defined(__AVX2__)
+  const Vec4F quarter =
+      fold(__builtin_shufflevector(half, half, 0, 1, 2, 3), __builtin_shufflevector(half, half, 4, 5, 6, 7));
+#else
+  const Vec4F quarter = v;
+#endif
+  const Vec4F pair = fold(quarter, __builtin_shufflevector(quarter, quarter, 2, 3, 0, 1));
+  return fold(pair, __builtin_shufflevector(pair, pair, 1, 0, 3, 2))[0];
+}
 AREAL_INLINE float reduce_add(VecF v) {
-  float lane[kLanes];
-  std::memcpy(lane, &v, sizeof v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return reduce(v, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
 }
 AREAL_INLINE float reduce_max(VecF v) {
-  float lane[kLanes];
-  std::memcpy(lane, &v, sizeof v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+  return reduce(v, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
 // e^x = scale (1 + r + r^2 p) with scale = 2^n and |r| <= ln(2)/2, for |x| <= 87; for callers that also want e^x - 1 or
