@@ -131,15 +131,29 @@ void Forward::gemm(const float* a, int64_t lda, int64_t rows, const PackedMatrix
 }
 
 void Forward::attend(KvLayer kv) {
+  // A few rows at a time, so that the pages just written are still in the first-level cache when they are read. Earlier
+  // rows of the same sequence have been written by then.
+  constexpr int64_t kBlock = 4;
   const BatchRows batch{position_.data(), page_table_.data()};
-  kernels_.rope({qkv_.data(), ld_qkv_, config_.num_heads, cos_.data(), sin_.data(), kv, batch, 0, rows_});
-  int64_t positions = 0;
-  for (int64_t i = 0; i < rows_; ++i) positions += position_[static_cast<size_t>(i)] + 1;
-  const int64_t cost = rows_ == 0 ? 0 : 2 * config_.q_size() * positions / rows_;
-  split(rows_, cost, threads_, [&](int64_t begin, int64_t end, int64_t piece) {
+  const auto rope = [&](int64_t begin, int64_t end) {
+    kernels_.rope({qkv_.data(), ld_qkv_, config_.num_heads, cos_.data(), sin_.data(), kv, batch, begin, end});
+  };
+  const auto attention = [&](int64_t begin, int64_t end, int64_t piece) {
     kernels_.attention({qkv_.data(), ld_qkv_, config_.num_heads, attention_.data(), ld_attention_, kv, batch, begin,
                         end, scores_.data() + piece * ld_scores_});
-  });
+  };
+  if (threads_ == 1) {
+    for (int64_t begin = 0; begin < rows_; begin += kBlock) {
+      const int64_t end = std::min(begin + kBlock, rows_);
+      rope(begin, end);
+      attention(begin, end, 0);
+    }
+    return;
+  }
+  rope(0, rows_);
+  int64_t positions = 0;
+  for (int64_t i = 0; i < rows_; ++i) positions += position_[static_cast<size_t>(i)] + 1;
+  split(rows_, 2 * config_.q_size() * positions / std::max<int64_t>(rows_, 1), threads_, attention);
 }
 
 }  // namespace areal::decode
