@@ -1,14 +1,16 @@
-"""Trajectories: what generators hand to the trainer."""
+"""Trajectories and groups of them: what generators hand to the trainer."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Group", "Trajectory"]
+from areal_core.tasks import Problem
+
+__all__ = ["Group", "PendingGroup", "Trajectory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,3 +61,22 @@ class Group:
     def oldest_version(self) -> int:
         """The version of the oldest token in the group."""
         return min(t.oldest_version for t in self.trajectories)
+
+
+@dataclass(eq=False)
+class PendingGroup:
+    """A group from its admission until it is consumed."""
+
+    group_id: int
+    problem: Problem
+    problem_index: int
+    prompt_ids: npt.NDArray[np.int32]
+    admitted_at: int
+    samples: dict[int, Trajectory] = field(default_factory=dict)  # by sample_index
+
+    def finished(self, group_size: int) -> Group | None:
+        """The group, once all samples are there."""
+        if len(self.samples) < group_size:
+            return None
+        ordered = tuple(self.samples[k] for k in sorted(self.samples))
+        return Group(self.group_id, self.problem.prompt, self.problem_index, ordered)

@@ -55,12 +55,18 @@ class Fleet:
         """Process ids, in order of index."""
         return [g.process.pid or -1 for g in self._generators]
 
-    def submit(self, request: PromptRequest) -> None:
-        """Hand a request to the generator with the fewest samples to come."""
-        generator = min(self._generators, key=lambda g: sum(g.assigned.values()))
-        generator.assigned[request.request_id] = request.n
-        with contextlib.suppress(OSError):  # it died just now: poll() finds out and gives the request back as lost
-            generator.connection.send(request)
+    def submit(self, requests: Sequence[PromptRequest]) -> None:
+        """Spread requests over the generators, each to the one with the fewest samples to come; one message each."""
+        parcels: dict[int, list[PromptRequest]] = {}
+        load = [sum(g.assigned.values()) for g in self._generators]
+        for request in requests:
+            index = load.index(min(load))
+            load[index] += request.n
+            self._generators[index].assigned[request.request_id] = request.n
+            parcels.setdefault(index, []).append(request)
+        for index, parcel in parcels.items():
+            with contextlib.suppress(OSError):  # it died just now: poll() finds out and gives the requests back as lost
+                self._generators[index].connection.send(parcel)
 
     def poll(
         self, timeout_s: float, wake: Connection, on_report: Callable[[int, GeneratorReport], None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from typing import Any
 
@@ -21,35 +21,16 @@ import numpy.typing as npt
 from areal_core.errors import ArealError, DataError
 from areal_core.generate.engine import GeneratedSample
 from areal_core.rl.config import RolloutConfig
-from areal_core.rl.data import Group, Trajectory
+from areal_core.rl.data import Group, PendingGroup, Trajectory
 from areal_core.rl.fleet import Fleet
 from areal_core.rl.messages import GeneratorReport, PromptRequest
 from areal_core.rl.staleness import StalenessGate
 from areal_core.rl.workflow import SingleTurnWorkflow
 from areal_core.tasks import Problem
 
-__all__ = ["PendingGroup", "Rollout", "RolloutCounters"]
+__all__ = ["Rollout", "RolloutCounters"]
 
 _MAX_BAD_PROBLEMS_IN_A_ROW = 1000
-
-
-@dataclass(eq=False)
-class PendingGroup:
-    """A group from its admission until it is consumed."""
-
-    group_id: int
-    problem: Problem
-    problem_index: int
-    prompt_ids: npt.NDArray[np.int32]
-    admitted_at: int
-    samples: dict[int, Trajectory] = field(default_factory=dict)  # by sample_index
-
-    def finished(self, group_size: int) -> Group | None:
-        """The group, once all samples are there."""
-        if len(self.samples) < group_size:
-            return None
-        ordered = tuple(self.samples[k] for k in sorted(self.samples))
-        return Group(self.group_id, self.problem.prompt, self.problem_index, ordered)
 
 
 @dataclass(eq=False)
@@ -119,8 +100,7 @@ class Rollout:
     def start(self, version: int) -> None:
         """Begin to sample; `version` is the one published to the generators."""
         self._version = version
-        for group in self._in_flight.values():  # of a resumed run
-            self._request(group)
+        self._fleet.submit([self._request(group) for group in self._in_flight.values()])  # of a resumed run
         self._thread.start()
 
     def stop(self) -> None:
@@ -223,13 +203,15 @@ class Rollout:
                 self._condition.notify_all()
 
     def _admit(self) -> None:
+        requests = []
         while self._gate.can_submit(self._version):
             index, problem, prompt_ids = self._next_usable_problem()
             group = PendingGroup(self._next_group, problem, index, prompt_ids, self._version)
             self._next_group += 1
             self._in_flight[group.group_id] = group
             self._gate.submit()
-            self._request(group)
+            requests.append(self._request(group))
+        self._fleet.submit(requests)
 
     def _next_usable_problem(self) -> tuple[int, Problem, npt.NDArray[np.int32]]:
         for _ in range(_MAX_BAD_PROBLEMS_IN_A_ROW):
@@ -246,12 +228,13 @@ class Rollout:
                 self._on_event("excluded_problem", str(error))
         raise DataError(f"task: {_MAX_BAD_PROBLEMS_IN_A_ROW} unusable problems in a row")
 
-    def _request(self, group: PendingGroup) -> None:
+    def _request(self, group: PendingGroup) -> PromptRequest:
+        """A request for the samples that `group` still lacks."""
         missing = [k for k in range(self.config.group_size) if k not in group.samples]
         request_id = self._next_request
         self._next_request += 1
         self._requests[request_id] = _Request(group.group_id, missing, len(missing))
-        self._fleet.submit(PromptRequest(request_id, group.problem, group.prompt_ids, len(missing)))
+        return PromptRequest(request_id, group.problem, group.prompt_ids, len(missing))
 
     def _receive(self, index: int, report: GeneratorReport) -> None:
         if report.samples is not None:
@@ -300,6 +283,5 @@ class Rollout:
             missing = sum(self.config.group_size - len(group.samples) for group in pending)
             self.counters.requeued_samples += missing
             self.counters.generator_restarts += 1
-            for group in pending:
-                self._request(group)
+            self._fleet.submit([self._request(group) for group in pending])
         self._on_event("generator_restart", f"generator {index} {how}; {missing} responses sampled again")

@@ -84,7 +84,7 @@ class Generator:
         self.counters = dict.fromkeys(("interrupted", "recomputed_tokens", "weight_updates", "verify_s"), 0.0)
         self._last_report = 0.0
         # A thread empties the pipe: the trainer's sends can then never wait for a generator that is itself sending.
-        self._inbox: queue.SimpleQueue[PromptRequest | Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[PromptRequest] | Stop] = queue.SimpleQueue()
         threading.Thread(target=self._read_pipe, name="requests", daemon=True).start()
 
     def run(self) -> None:
@@ -117,8 +117,9 @@ class Generator:
                 return True
             if isinstance(message, Stop):
                 return False
-            self.problems[message.request_id] = (message.problem, message.n)
-            self.engine.submit(GenerateRequest(message.request_id, message.prompt_ids, message.n, self.sampling))
+            for request in message:
+                self.problems[request.request_id] = (request.problem, request.n)
+                self.engine.submit(GenerateRequest(request.request_id, request.prompt_ids, request.n, self.sampling))
         return True
 
     @property

@@ -19,8 +19,9 @@ class FakeFleet:
         self.actions: queue.Queue = queue.Queue()
         self.stopped = False
 
-    def submit(self, request: PromptRequest) -> None:
-        self.requests.put(request)
+    def submit(self, requests: list[PromptRequest]) -> None:
+        for request in requests:
+            self.requests.put(request)
 
     def poll(self, timeout_s, wake, on_report):
         while wake.poll(0):
