@@ -15,6 +15,10 @@ using reshard::StripeStores;
 inline constexpr int kWords = kLanes / 2;    // 64-bit words in a vector
 inline constexpr int kVectors = 8 / kWords;  // in a stripe
 
+// Hardware prefetchers stop at the end of a page: ask for the same line of the next one. A prefetch beyond the source
+// does nothing. 256 MiB, Xeon VM, one thread, 2026-11-30: 8.4 -> 9.5 GB/s; 9.7 without the hash.
+inline constexpr int kPrefetchBytes = 4096;
+
 typedef uint64_t Words __attribute__((vector_size(kWords * 8)));
 
 AREAL_INLINE Words load_words(const void* p) {
@@ -62,6 +66,7 @@ AREAL_INLINE void store_past_cache(uint8_t* p, Words v) {
 
 template <StripeStores kStores>
 AREAL_INLINE void take_stripe(Words* accumulators, uint8_t* target, const uint8_t* source, const uint8_t* secret) {
+  if constexpr (kStores == StripeStores::kNonTemporal) __builtin_prefetch(source + kPrefetchBytes, 0, 2);
   for (int i = 0; i < kVectors; ++i) {
     const Words value = load_words(source + i * sizeof(Words));
     if constexpr (kStores == StripeStores::kCached) std::memcpy(target + i * sizeof(Words), &value, sizeof value);
