@@ -116,6 +116,9 @@ def copy_into(targets: Weights, sources: Weights) -> Weights:
 
 def expect_equal(truth: Weights) -> Callable[[str, Any], None]:
     def check(name: str, got: Any) -> None:
+        if isinstance(got, VersionStore):
+            with got.pin() as snapshot:
+                check(name, snapshot.tensors)
         if isinstance(got, dict):
             for key, tensor in truth.items():
                 assert torch.equal(got[key].view(torch.int16), tensor.view(torch.int16)), f"{name}: {key} differs"
@@ -142,10 +145,9 @@ def bench_one_process(bench: Bench, case: str, weights: Weights, bound: NonTempo
     with folder_in_memory() as folder, VersionStore.create(weights) as store:
         file = folder / "weights.pt"
 
-        def publish(verify: bool = False) -> Weights:
+        def publish(verify: bool = False) -> VersionStore:
             store.publish(weights, store.version() + 1, verify=verify)
-            with store.pin() as snapshot:
-                return snapshot.tensors
+            return store
 
         def read() -> Weights:
             with store.pin() as snapshot:

@@ -17,7 +17,6 @@ protocol and its memory ordering are described in csrc/reshard/version_store.h.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -72,11 +71,10 @@ class _Layout(NamedTuple):
 
     def views(self, buffer: _C.ArenaView) -> dict[str, Tensor]:
         """Tensors over an arena; each keeps the buffer alive."""
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
         views = {}
         for (name, spec), offset in zip(self.specs.items(), self.offsets_bytes, strict=True):
-            size = spec.dtype.itemsize * math.prod(spec.shape)
-            views[name] = whole[offset : offset + size].view(spec.dtype).view(spec.shape)
+            views[name] = torch.empty(0, dtype=spec.dtype).set_(storage, offset // spec.dtype.itemsize, spec.shape)
         return views
 
     def in_order(self, call: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
