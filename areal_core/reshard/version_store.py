@@ -74,7 +74,8 @@ class _Layout(NamedTuple):
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
         views = {}
         for (name, spec), offset in zip(self.specs.items(), self.offsets_bytes, strict=True):
-            views[name] = torch.empty(0, dtype=spec.dtype).set_(storage, offset // spec.dtype.itemsize, spec.shape)
+            first = offset // spec.dtype.itemsize
+            views[name] = torch.empty(0, dtype=spec.dtype).set_(storage, first, spec.shape)  # type: ignore[call-overload]
         return views
 
     def in_order(self, call: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
