@@ -106,7 +106,7 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made. busy_seconds is time spent in `decode`."""
+    """Totals since the engine was made; busy_seconds is time spent in `decode`, kv_pages_used a count of now."""
 
     generated_tokens: int
     prefill_tokens: int
@@ -114,6 +114,7 @@ class EngineStats:
     finished_samples: int
     aborted_samples: int
     steps: int
+    kv_pages_used: int
     busy_seconds: float
 
 

@@ -173,6 +173,7 @@ class LockedEngine {
     dict["finished_samples"] = stats.finished_samples;
     dict["aborted_samples"] = stats.aborted_samples;
     dict["steps"] = stats.steps;
+    dict["kv_pages_used"] = stats.kv_pages_used;
     dict["busy_seconds"] = stats.busy_seconds;
     return dict;
   }

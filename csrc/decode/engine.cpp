@@ -139,6 +139,12 @@ int64_t Engine::num_waiting() const {
   return samples;
 }
 
+EngineStats Engine::stats() const {
+  EngineStats stats = stats_;
+  stats.kv_pages_used = pool_.used_pages();
+  return stats;
+}
+
 std::vector<FinishedSample> Engine::decode(int64_t max_steps, const int64_t* watch) {
   AREAL_CHECK(current_ != nullptr, "decode: expected load_weights before it, got none");
   AREAL_CHECK(max_steps >= 0, "decode: expected max_steps >= 0, got ", max_steps);

@@ -45,6 +45,7 @@ struct EngineStats {
   int64_t finished_samples = 0;
   int64_t aborted_samples = 0;
   int64_t steps = 0;
+  int64_t kv_pages_used = 0;  // now
   double busy_seconds = 0.0;  // in decode()
 };
 
@@ -73,7 +74,7 @@ class Engine {
 
   int64_t num_active() const { return static_cast<int64_t>(active_.size()); }
   int64_t num_waiting() const;  // samples without a slot
-  const EngineStats& stats() const { return stats_; }
+  EngineStats stats() const;
 
  private:
   // Positions [begin, end) of a prefix (sample null) or of a sample, to be computed.

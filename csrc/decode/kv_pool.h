@@ -21,7 +21,7 @@ class KvPool {
   void retain(int32_t page) { ++references_[static_cast<size_t>(page)]; }
   void release(int32_t page);
   void copy(int32_t from, int32_t to);  // all layers
-  int64_t free_pages() const { return static_cast<int64_t>(free_.size()); }
+  int64_t used_pages() const { return pages_ - static_cast<int64_t>(free_.size()); }
 
  private:
   int64_t num_layers_, pages_, page_floats_;
