@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
+    except KeyboardInterrupt:
+        print(f"areal-core {args.command}: interrupted", file=sys.stderr)
+        return 130
     except (ArealError, FileExistsError, FileNotFoundError, ValueError) as error:
         print(f"areal-core {args.command}: {error}", file=sys.stderr)
         return 2
@@ -35,7 +38,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", nargs="?", help="YAML file; without one, the embedded default task")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     which = train.add_mutually_exclusive_group()
-    which.add_argument("--resume", action="store_true", help="continue run_dir from its newest usable checkpoint")
+    which.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue run_dir from its newest usable checkpoint, with the settings of its config.yaml and overrides",
+    )
     which.add_argument("--fresh", action="store_true", help="delete the run that run_dir holds, if any")
     train.set_defaults(run=_train)
 
@@ -64,12 +71,14 @@ def _train(args: argparse.Namespace) -> int:
         path = None
     config = load_config(path, overrides)
     run_dir = Path(config.run_dir)
-    if (run_dir / "metrics.jsonl").exists() and not args.resume:
-        if not args.fresh:
-            raise FileExistsError(
-                f"{run_dir} holds a run: --resume continues it, --fresh deletes it, run_dir=... goes elsewhere"
-            )
+    if args.resume and path is None and (run_dir / "config.yaml").exists():
+        config = load_config(run_dir / "config.yaml", overrides)  # the run's own settings, not the defaults
+    metrics = run_dir / "metrics.jsonl"
+    if args.fresh:
         _remove_run(run_dir)
+    elif not args.resume and metrics.exists() and metrics.stat().st_size > 0:
+        resume = "--resume continues it, " if any((run_dir / "checkpoints").glob("step_*")) else ""
+        raise FileExistsError(f"{run_dir} holds a run: {resume}--fresh deletes it, run_dir=... goes elsewhere")
     result = train(config, resume=args.resume)
     if result.before and result.after:
         before, after = result.before["eval/accuracy_sampled"], result.after["eval/accuracy_sampled"]

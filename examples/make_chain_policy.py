@@ -1,6 +1,7 @@
 """Make the policy bundled as `chain_policy`: supervised warm-up on chains of arithmetic, under a minute on one core.
 
 python examples/make_chain_policy.py --out runs/chain_policy --seed 0
+python examples/make_chain_policy.py --out runs/chain_long_policy --min-terms 8 --max-terms 12 --skill-target 0.6
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--min-terms", type=int, default=3)
+    parser.add_argument("--max-terms", type=int, default=6)
+    parser.add_argument("--skill-target", type=float, default=0.75, help="accuracy that ends the first stage")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    config = WarmupConfig(seed=arguments.seed)
+    task = ChainArithmetic(arguments.min_terms, arguments.max_terms)
+    config = WarmupConfig(seed=arguments.seed, skill_target=arguments.skill_target)
     columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bars:
         stages = {stage: bars.add_task(stage, start=False) for stage in ("skill", "habit")}
@@ -32,7 +37,7 @@ def main() -> None:
             bars.start_task(stages[stage])
             bars.update(stages[stage], completed=done, total=at_most)
 
-        model, report = warm_up(ChainArithmetic(), config, show)
+        model, report = warm_up(task, config, show)
     save_chain_policy(model, config, report, arguments.out)
     print(summary(report, arguments.out))
 

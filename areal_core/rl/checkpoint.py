@@ -47,7 +47,8 @@ def save_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     final = directory / f"step_{step:06d}"
     partial = directory / f".partial_{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
+    for leftover in directory.glob(".partial_*"):  # of saves that were killed
+        shutil.rmtree(leftover)
     partial.mkdir()
     save_policy(partial / "policy")
     tensors: dict[str, torch.Tensor] = {}
@@ -59,7 +60,9 @@ def save_checkpoint(
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    for old in _newest_first(directory)[keep:]:
+    others = [path for path in _newest_first(directory) if path != final]
+    later = [path for path in others if path.name > final.name]  # corrupt ones that a resumed run passed over
+    for old in [*later, *[path for path in others if path not in later][keep - 1 :]]:
         shutil.rmtree(old)
     return final
 
@@ -74,15 +77,17 @@ def load_latest(directory: Path, warn: Callable[[str], None]) -> tuple[int, dict
         CheckpointError: there are checkpoints and none of them verifies.
     """
     candidates = _newest_first(directory)
+    reasons = []
     for path in candidates:
         try:
             manifest = _verify(path)
             tree = json.loads((path / "state.json").read_text(encoding="utf-8"))
             return manifest["step"], _join(tree, load_file(path / "state.safetensors")), path / "policy"
         except CheckpointError as error:
+            reasons.append(str(error))
             warn(str(error))
     if candidates:
-        raise CheckpointError(f"{directory}: none of {len(candidates)} checkpoints can be used")
+        raise CheckpointError(f"{directory}: none of {len(candidates)} checkpoints can be used: {'; '.join(reasons)}")
     return None
 
 

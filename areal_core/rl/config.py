@@ -81,7 +81,14 @@ class RolloutConfig:
             value = getattr(self, key)
             whole = value == math.inf or (value >= 0 and value == int(value))
             _require(whole, f"rollout.{key}", "a whole number >= 0, or inf", value)
-        _require(self.reward_timeout_s > 0, "rollout.reward_timeout_s", "> 0", self.reward_timeout_s)
+        _require(
+            self.batches_ahead < math.inf,
+            "rollout.pipeline_depth",
+            "a whole number when rollout.eta is inf (what else would pace sampling?)",
+            self.pipeline_depth,
+        )
+        timeout = self.reward_timeout_s
+        _require(0 < timeout < math.inf, "rollout.reward_timeout_s", "a finite number > 0", timeout)
 
     @property
     def batches_ahead(self) -> float:
@@ -99,6 +106,8 @@ class GenerateConfig:
         max_slots: sequences decoded at once by one generator; 0 picks group_size * batch_groups / generators.
         on_update: what a new version does to sequences in flight: recompute their KV cache under the new weights, keep
             it, or finish them on the old weights.
+        max_context: tokens of prompt and response together, which sizes the KV cache; 0: what the model allows. Longer
+            prompts are excluded and counted.
         steps_per_poll: decode steps between looks at the version counter and the request pipe.
         max_restarts: generator deaths tolerated before the run fails.
         stall_timeout_s: seconds without a sign of life after which a generator counts as dead.
@@ -108,6 +117,7 @@ class GenerateConfig:
     generators: int = 1
     threads: int = 1
     max_slots: int = 0
+    max_context: int = 0
     max_new_tokens: int = 24
     temperature: float = 1.0
     top_p: float = 1.0
@@ -120,10 +130,13 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         for key in ("generators", "threads", "max_new_tokens", "steps_per_poll"):
             _require(getattr(self, key) >= 1, f"generate.{key}", ">= 1", getattr(self, key))
-        for key in ("max_slots", "top_k", "max_restarts"):
+        for key in ("max_slots", "max_context", "top_k", "max_restarts"):
             _require(getattr(self, key) >= 0, f"generate.{key}", ">= 0", getattr(self, key))
         _require(
-            self.temperature > 0, "generate.temperature", "> 0 (the policy gradient needs sampling)", self.temperature
+            0 < self.temperature < math.inf,
+            "generate.temperature",
+            "finite and > 0 (the policy gradient needs sampling)",
+            self.temperature,
         )
         _require(0 < self.top_p <= 1, "generate.top_p", "in (0, 1]", self.top_p)
         _require(self.stall_timeout_s > 0, "generate.stall_timeout_s", "> 0", self.stall_timeout_s)

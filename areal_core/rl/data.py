@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from areal_core.tasks import Problem
 
-__all__ = ["Group", "PendingGroup", "Trajectory"]
+__all__ = ["Group", "PendingGroup", "RolloutCounters", "Trajectory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +80,14 @@ class PendingGroup:
             return None
         ordered = tuple(self.samples[k] for k in sorted(self.samples))
         return Group(self.group_id, self.problem.prompt, self.problem_index, ordered)
+
+
+@dataclass
+class RolloutCounters:
+    """What went wrong on the way, as totals over the run."""
+
+    bad_problems: int = 0
+    failed_samples: int = 0
+    dropped_groups: int = 0
+    requeued_samples: int = 0
+    generator_restarts: int = 0

@@ -45,6 +45,7 @@ class Evaluator:
         self.engine = EmbeddedEngine(
             model_config,
             max_slots=min(256, len(self.problems) * config.evaluate.samples),
+            max_context=max(len(prompt) for prompt in self.prompts) + config.generate.max_new_tokens,
             threads=config.train.threads,
         )
 

@@ -14,19 +14,18 @@ Version v is the policy after v training batches; batch v trains version v into 
 
 from __future__ import annotations
 
-import signal
-import threading
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import torch
 
 from areal_core.assets import resolve_model
-from areal_core.errors import CheckpointError
+from areal_core.errors import ArealError, CheckpointError, ConfigError
 from areal_core.model import load_model, load_tokenizer, save_model
 from areal_core.rl.checkpoint import load_latest, save_checkpoint
 from areal_core.rl.config import Config
@@ -34,6 +33,7 @@ from areal_core.rl.config_file import save_config
 from areal_core.rl.data import Group
 from areal_core.rl.evaluator import Evaluator
 from areal_core.rl.fleet import Fleet
+from areal_core.rl.interrupts import interrupts
 from areal_core.rl.publish import Publisher
 from areal_core.rl.recorder import Recorder
 from areal_core.rl.rollout import Rollout
@@ -81,7 +81,11 @@ def train(config: Config, *, resume: bool = False) -> RunResult:
     torch.set_num_threads(config.train.threads)
     with ExitStack() as stack:
         run = Run(config, stack, resume=resume)
-        return run.loop()
+        try:
+            return run.loop()
+        except Exception as error:
+            run.recorder.on_event("failed", f"{type(error).__name__}: {error}")
+            raise
 
 
 class Run:
@@ -95,9 +99,24 @@ class Run:
         saved = load_latest(self.checkpoints, warnings.append) if resume else None
         if resume and saved is None:
             raise CheckpointError(f"{self.checkpoints}: no checkpoint to resume from")
-        self.version, state, self.model_dir = saved or (0, {}, resolve_model(config.model.path))
-
-        self.tokenizer = load_tokenizer(self.model_dir)
+        self.version, state, model_dir = saved or (0, {}, resolve_model(config.model.path))
+        _check_same_run(config, state)
+        self.tokenizer = load_tokenizer(model_dir)
+        self.model = load_model(model_dir)
+        self.task = get_task(config.task.name, **config.task.options)
+        # A prompt must leave room for a response, in the model's context and in a micro-batch of the trainer.
+        self.max_context = min(
+            config.generate.max_context or self.model.config.max_position_embeddings,
+            self.model.config.max_position_embeddings,
+            config.train.max_tokens_per_microbatch,
+        )
+        self.workflow = SingleTurnWorkflow(
+            self.task,
+            self.tokenizer,
+            config.rollout,
+            max_context=self.max_context,
+            max_new_tokens=config.generate.max_new_tokens,
+        )
         self.recorder = stack.enter_context(
             Recorder(
                 config,
@@ -107,17 +126,9 @@ class Run:
             )
         )
         save_config(config, self.run_dir / "config.yaml")
-        self.model = load_model(self.model_dir)
         self.trainer = Trainer(self.model, config, tracer=self.recorder)
-        self.task = get_task(config.task.name, **config.task.options)
-        self.workflow = SingleTurnWorkflow(
-            self.task,
-            self.tokenizer,
-            config.rollout,
-            max_context=self.model.config.max_position_embeddings,
-            max_new_tokens=config.generate.max_new_tokens,
-        )
-        self.publisher = Publisher(self.model.named_weights())
+        # A generator that hangs with a pin is killed before the publication that waits for it gives up.
+        self.publisher = Publisher(self.model.named_weights(), timeout_s=60.0 + 4 * config.generate.stall_timeout_s)
         stack.callback(self.publisher.close)
         self.publisher.publish(self.version)
         self.rollout = self._build_rollout()
@@ -129,23 +140,22 @@ class Run:
         self.before: dict[str, float] = state.get("before", {})
         if resume:
             self.trainer.load_state_dict(state["trainer"])
-            self.rollout.load_state_dict(state["rollout"])
+            self.rollout.load_state_dict(state["rollout"], self.version)
             self.recorder.on_event("resume", f"from the checkpoint of step {self.version}")
         for warning in warnings:
             self.recorder.on_event("warning", warning)
 
     def loop(self) -> RunResult:
         """Batch, train, publish, record, evaluate, checkpoint; again."""
-        if self.version == 0:
-            self.before = self._evaluate()
-        self.recorder.start(self.before if self.version == 0 else {})
-        evaluation = self.before
-        with _interrupts() as interrupted:
+        evaluation: dict[str, float] = {}
+        with interrupts(self.recorder.say) as interrupted:
+            if not self.before:
+                evaluation = self.before = self._evaluate()
+            self.recorder.start(evaluation)
             self.rollout.start(self.version)
             while self.version < self.config.train.steps and not interrupted():
                 start = time.monotonic()
-                with self.recorder.span("wait"):
-                    groups = self.rollout.next_batch(self.version, interrupted)
+                groups = self._next_batch(interrupted)
                 if groups is None:
                     break
                 waited = time.monotonic() - start
@@ -163,8 +173,17 @@ class Run:
                 self.recorder.step(metrics, groups, advantages)
                 self._checkpoint_now()
             stopped = interrupted() and self.version < self.config.train.steps
-        self._checkpoint("interrupted" if stopped else "finished")
-        return RunResult(self.run_dir, self.version, stopped, self.before, evaluation, self.recorder.elapsed_s)
+            self._checkpoint("interrupted" if stopped else "finished")
+        after = evaluation if evaluation.get("eval/version") == self.version else {}
+        return RunResult(self.run_dir, self.version, stopped, self.before, after, self.recorder.elapsed_s)
+
+    def _next_batch(self, interrupted: Callable[[], bool]) -> list[Group] | None:
+        try:
+            with self.recorder.span("wait"):
+                return self.rollout.next_batch(self.version, interrupted)
+        except ArealError:
+            self._checkpoint("checkpoint")  # the trainer is healthy: what it learned is kept
+            raise
 
     def _screen(self, groups: list[Group]) -> list[Group]:
         """Apply on_stale to groups older than eta, which only a resumed run can meet; withholding is the trainer's."""
@@ -227,6 +246,7 @@ class Run:
             "rollout": self.rollout.state_dict(),
             "before": self.before,
             "elapsed_s": self.recorder.elapsed_s,
+            "identity": _identity(self.config),
         }
         keep = self.config.checkpoint.keep
         path = save_checkpoint(self.checkpoints, self.version, state, save_policy, keep=keep)
@@ -239,14 +259,14 @@ class Run:
         specs = [
             GeneratorSpec(
                 index=index,
-                model_dir=str(self.model_dir),
+                tokenizer=self.tokenizer,
                 model_config=self.model.config,
                 task=config.task,
                 generate=config.generate,
                 rollout=config.rollout,
                 max_slots=config.generate.max_slots or max(1, samples // generators),
-                # Request ids are unique in a run and begin anew in a resumed one, which must draw other samples.
-                seed=hash((config.seed, self.version)) & 0x7FFFFFFF,
+                max_context=self.max_context,
+                seed=config.seed,
             )
             for index in range(generators)
         ]
@@ -269,25 +289,17 @@ class Run:
         return self.task.problem(index, seed=self.config.seed)
 
 
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C or SIGTERM only sets a flag (the value yielded reads it); the second one raises.
+def _identity(config: Config) -> dict[str, Any]:
+    """The settings that pending groups depend on: they cannot change when a run is resumed."""
+    return {
+        "seed": config.seed,
+        "task": json.dumps([config.task.name, config.task.options], sort_keys=True, default=str),
+        "rollout.group_size": config.rollout.group_size,
+    }
 
-    Signals belong to the main thread: in another one nothing is handled and the flag stays false.
-    """
-    seen = False
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield lambda: seen
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _check_same_run(config: Config, state: Mapping[str, Any]) -> None:
+    for key, before in state.get("identity", {}).items():
+        now = _identity(config)[key]
+        if now != before:
+            raise ConfigError(f"{key}: a resumed run must keep its value {before!r}, got {now!r}")

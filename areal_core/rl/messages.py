@@ -88,6 +88,8 @@ class GeneratorReport:
         samples: finished responses, or None.
         counters: totals since the process started: generated_tokens, prefill_tokens, recomputed_tokens, interrupted,
             weight_updates, and the seconds generate_s (verify_s of them in verifiers), weight_update_s, idle_s.
+        verifier_error: what the verifier last raised or returned instead of a number.
+        error: what ends the process, in its last report.
         spans: trace spans (track, name, start_us, duration_us, args) that ended since the last report.
     """
 
@@ -95,3 +97,5 @@ class GeneratorReport:
     samples: SampleBatch | None = None
     counters: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
+    verifier_error: str = ""
+    error: str = ""

@@ -16,15 +16,17 @@ class Publisher:
 
     Args:
         weights: Hugging Face name -> tensor; the live weights of the trainer, read again at each publication.
+        timeout_s: how long a publication waits for a reader that holds the inactive arena.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._weights = weights
         self.store = VersionStore.create(weights)
 
     def publish(self, version: int) -> PublishStats:
         """Copy the weights as they are now into the inactive arena and flip readers to it."""
-        return self.store.publish(self._weights, version)
+        return self.store.publish(self._weights, version, timeout=self._timeout_s)
 
     def close(self) -> None:
         """Release the shared memory; readers that have attached keep theirs until they close."""

@@ -85,8 +85,13 @@ class Recorder:
         """Write an event, and show it."""
         with self._lock:
             self._events.log(kind, text, step=self._step, time_s=self.elapsed_s)
-        if self._progress is not None and kind not in ("checkpoint",):
-            self._progress.message(f"[{kind}] {text}")
+        if kind != "checkpoint":
+            self.say(f"[{kind}] {text}")
+
+    def say(self, text: str) -> None:
+        """Show a line, without keeping it."""
+        if self._progress is not None:
+            self._progress.message(text)
 
     def step(
         self, metrics: Mapping[str, Any], groups: Sequence[Group], advantages: Mapping[tuple[int, int], float]

@@ -21,16 +21,17 @@ import numpy.typing as npt
 from areal_core.errors import ArealError, DataError
 from areal_core.generate.engine import GeneratedSample
 from areal_core.rl.config import RolloutConfig
-from areal_core.rl.data import Group, PendingGroup, Trajectory
+from areal_core.rl.data import Group, PendingGroup, RolloutCounters, Trajectory
 from areal_core.rl.fleet import Fleet
 from areal_core.rl.messages import GeneratorReport, PromptRequest
 from areal_core.rl.staleness import StalenessGate
 from areal_core.rl.workflow import SingleTurnWorkflow
 from areal_core.tasks import Problem
 
-__all__ = ["Rollout", "RolloutCounters"]
+__all__ = ["Rollout"]
 
 _MAX_BAD_PROBLEMS_IN_A_ROW = 1000
+_MAX_DROPPED_GROUPS_IN_A_ROW = 100
 
 
 @dataclass(eq=False)
@@ -40,17 +41,6 @@ class _Request:
     group_id: int
     sample_indices: list[int]
     left: int
-
-
-@dataclass
-class RolloutCounters:
-    """Totals over the run."""
-
-    bad_problems: int = 0
-    failed_samples: int = 0
-    dropped_groups: int = 0
-    requeued_samples: int = 0
-    generator_restarts: int = 0
 
 
 class Rollout:
@@ -93,6 +83,9 @@ class Rollout:
         self._requests: dict[int, _Request] = {}
         self._condition = threading.Condition()
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
+        self._verifier_error = ""
+        self._dropped_in_a_row = 0
+        self._known_bad: set[str] = set()
         self._failure: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._pump, name="rollout", daemon=True)
@@ -129,10 +122,10 @@ class Rollout:
         """
         with self._condition:
             while not self._makes_batch(version):
-                if self._failure is not None:
-                    raise ArealError(f"rollout failed: {self._failure}") from self._failure
                 if interrupted():
                     return None
+                if self._failure is not None:
+                    raise ArealError(f"rollout failed: {self._failure}") from self._failure
                 self._condition.wait(timeout=0.2)
             taken = sorted(self._ready)[: self.config.batch_groups]
             groups = [self._ready.pop(group_id).finished(self.config.group_size) for group_id in taken]
@@ -148,9 +141,9 @@ class Rollout:
         """What a resumed run needs so that no sample is lost or used twice: cursor, gate, and every pending group."""
         with self._condition:
             return {
-                "submitted": self._gate.submitted,
                 "next_problem": self._next_problem,
                 "next_group": self._next_group,
+                "next_request": self._next_request,
                 "resample": list(self._resample),
                 "counters": vars(self.counters).copy(),
                 "pending": [
@@ -164,11 +157,17 @@ class Rollout:
                 ],
             }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; call before `start`. Missing samples of pending groups are requested again."""
-        self._gate.submitted = state["submitted"]
+    def load_state_dict(self, state: dict[str, Any], version: int) -> None:
+        """Continue from `state_dict` at `version`; call before `start`.
+
+        Missing samples of pending groups are requested again, under new request ids: an id also seeds its sampling, and
+        an old one would draw the siblings that are there already.
+        """
+        # Of every version so far B groups were consumed; with another B than before, the gate must not count the old.
+        self._gate.submitted = self.config.batch_groups * version + len(state["pending"])
         self._next_problem = state["next_problem"]
         self._next_group = state["next_group"]
+        self._next_request = state["next_request"]
         self._resample = list(state["resample"])
         self.counters = RolloutCounters(**state["counters"])
         for row in state["pending"]:
@@ -225,7 +224,9 @@ class Rollout:
                 return index, problem, self._workflow.prompt_ids(problem)
             except DataError as error:
                 self.counters.bad_problems += 1
-                self._on_event("excluded_problem", str(error))
+                if problem.problem_id not in self._known_bad:  # a file is read over and over
+                    self._known_bad.add(problem.problem_id)
+                    self._on_event("excluded_problem", str(error))
         raise DataError(f"task: {_MAX_BAD_PROBLEMS_IN_A_ROW} unusable problems in a row")
 
     def _request(self, group: PendingGroup) -> PromptRequest:
@@ -237,6 +238,9 @@ class Rollout:
         return PromptRequest(request_id, group.problem, group.prompt_ids, len(missing))
 
     def _receive(self, index: int, report: GeneratorReport) -> None:
+        if report.verifier_error and not self._verifier_error:
+            self._on_event("verifier_failed", f"{report.verifier_error} (later failures are counted, not shown)")
+        self._verifier_error = report.verifier_error or self._verifier_error
         if report.samples is not None:
             with self._condition:
                 for sample, reward in report.samples:
@@ -271,9 +275,15 @@ class Rollout:
         self.counters.failed_samples += failed
         if failed == self.config.group_size:  # nothing to learn from: another prompt takes its place
             self.counters.dropped_groups += 1
+            self._dropped_in_a_row += 1
             self._gate.withdraw()
             self._on_event("dropped_group", f"problem {group.problem.problem_id}: every sample failed its verifier")
+            if self._dropped_in_a_row >= _MAX_DROPPED_GROUPS_IN_A_ROW:
+                raise ArealError(
+                    f"every sample of {self._dropped_in_a_row} groups in a row failed: {self._verifier_error}"
+                )
         else:
+            self._dropped_in_a_row = 0
             self._ready[group.group_id] = group
 
     def _requeue(self, index: int, how: str, lost: list[int]) -> None:

@@ -112,8 +112,10 @@ class Trainer:
         return {"optimizer": self._optimizer.state_dict(), "steps_done": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` gave; betas and weight decay stay those of the configuration."""
         self._optimizer.load_state_dict(state["optimizer"])
+        train = self.config.train
+        self._optimizer.param_groups[0].update(betas=train.betas, weight_decay=train.weight_decay)
         self.steps_done = int(state["steps_done"])
 
     def _advantages(self, batch: Batch) -> npt.NDArray[np.float32]:

@@ -9,6 +9,7 @@ It holds no state that the trainer process could not rebuild: when it dies, its 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
@@ -21,7 +22,7 @@ import torch
 
 from areal_core.generate.embedded import EmbeddedEngine
 from areal_core.generate.engine import Engine, GeneratedSample, GenerateRequest, SamplingParams
-from areal_core.model import DecoderConfig, load_tokenizer
+from areal_core.model import DecoderConfig, Tokenizer
 from areal_core.reshard import VersionStore
 from areal_core.rl.config import GenerateConfig, RolloutConfig, TaskConfig
 from areal_core.rl.messages import GeneratorReport, PromptRequest, SampleBatch, Stop
@@ -38,21 +39,28 @@ class GeneratorSpec:
     """Everything a generator process needs to start, besides the weights."""
 
     index: int
-    model_dir: str
+    tokenizer: Tokenizer
     model_config: DecoderConfig
     task: TaskConfig
     generate: GenerateConfig
     rollout: RolloutConfig
     max_slots: int
+    max_context: int
     seed: int
 
 
 def generator_main(spec: GeneratorSpec, store: VersionStore, connection: Connection) -> None:
     """Entry point of the process: serve requests until told to stop or the trainer process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the trainer decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the trainer decides
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(spec.generate.threads)
-    with store:
-        Generator(spec, store, connection).run()
+    try:
+        with store:
+            Generator(spec, store, connection).run()
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            connection.send(GeneratorReport(version=-1, error=f"{type(error).__name__}: {error}"))
+        raise
 
 
 class Generator:
@@ -62,13 +70,14 @@ class Generator:
         self.spec = spec
         self.store = store
         self.connection = connection
-        self.engine: Engine = EmbeddedEngine(spec.model_config, max_slots=spec.max_slots, threads=spec.generate.threads)
-        tokenizer = load_tokenizer(spec.model_dir)
+        self.engine: Engine = EmbeddedEngine(
+            spec.model_config, max_slots=spec.max_slots, max_context=spec.max_context, threads=spec.generate.threads
+        )
         self.workflow = SingleTurnWorkflow(
             get_task(spec.task.name, **spec.task.options),
-            tokenizer,
+            spec.tokenizer,
             spec.rollout,
-            max_context=spec.model_config.max_position_embeddings,
+            max_context=spec.max_context,
             max_new_tokens=spec.generate.max_new_tokens,
         )
         self.sampling = SamplingParams(
@@ -148,14 +157,21 @@ class Generator:
         return self.engine.decode(self.spec.generate.steps_per_poll)
 
     def _report(self, finished: list[GeneratedSample]) -> None:
-        start = time.monotonic()
-        rewards = [self._score(sample) for sample in finished]
-        self.counters["verify_s"] += time.monotonic() - start
+        rewards = []
+        for sample in finished:
+            start = time.monotonic()
+            rewards.append(self._score(sample))
+            self.counters["verify_s"] += time.monotonic() - start
+            if time.monotonic() - self._last_report > _REPORT_INTERVAL_S:
+                self._send(None)  # slow verifiers are no stall
+        self._send(SampleBatch.of(finished, rewards) if finished else None)
+
+    def _send(self, samples: SampleBatch | None) -> None:
         stats = self.engine.stats()
         self.connection.send(
             GeneratorReport(
                 version=self.engine.version,
-                samples=SampleBatch.of(finished, rewards) if finished else None,
+                samples=samples,
                 counters={
                     **self.counters,
                     "generated_tokens": stats.generated_tokens,
@@ -163,6 +179,7 @@ class Generator:
                     **self.activity.seconds(),
                 },
                 spans=self.activity.take_spans(),
+                verifier_error=self.workflow.last_error,
             )
         )
         self._last_report = time.monotonic()
@@ -184,7 +201,7 @@ class _Activity:
         self._us: dict[str, int] = {"generate": 0, "weight_update": 0, "idle": 0}
 
     def enter(self, kind: str) -> None:
-        if kind != self._kind:
+        if kind != self._kind and not (self._kind == "start" and kind == "idle"):  # idle counts from the first request
             self._close(kind)
 
     def seconds(self) -> dict[str, float]:

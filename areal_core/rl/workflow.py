@@ -39,7 +39,7 @@ class SingleTurnWorkflow:
         self.tokenizer = tokenizer
         self.config = config
         self.max_prompt_tokens = max_context - max_new_tokens
-        self.failures = 0
+        self.last_error = ""
 
     def prompt_ids(self, problem: Problem) -> npt.NDArray[np.int32]:
         """Token ids int32 [P] of the prompt, with the tokens the tokenizer adds around a text (usually <bos>).
@@ -61,7 +61,7 @@ class SingleTurnWorkflow:
         return np.asarray(ids, dtype=np.int32)
 
     def reward(self, problem: Problem, sample: GeneratedSample) -> float:
-        """The verified reward of a response; NaN when the verifier raises or exceeds reward_timeout_s (counted)."""
+        """The verified reward of a response; NaN when the verifier raises or takes too long (`last_error` says why)."""
         if sample.finish_reason == "length" and self.config.truncated == "penalise":
             return 0.0
         # The verifier sees the text up to the stop token, never the stop token itself.
@@ -69,10 +69,11 @@ class SingleTurnWorkflow:
         try:
             with _deadline(self.config.reward_timeout_s):
                 reward = float(self.task.verify(problem, self.tokenizer.decode(ids.tolist())))
-        except Exception:  # a verifier is user code: whatever it raises excludes this sample, and only it
-            reward = math.nan
+        except Exception as error:  # a verifier is user code: whatever it raises excludes this sample, and only it
+            self.last_error = f"problem {problem.problem_id}: the verifier raised {type(error).__name__}: {error}"
+            return math.nan
         if not math.isfinite(reward):
-            self.failures += 1
+            self.last_error = f"problem {problem.problem_id}: expected a finite reward from the verifier, got {reward}"
             return math.nan
         return reward
 
@@ -89,7 +90,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         return
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
-        raise _VerifierTimeoutError
+        raise _VerifierTimeoutError(f"no result within {seconds:g} s (rollout.reward_timeout_s)")
 
     previous = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -40,11 +40,11 @@ class FakeFleet:
     def next_request(self) -> PromptRequest:
         return self.requests.get(timeout=10)
 
-    def finish(self, request: PromptRequest, indices=None, *, version=0, rewards=None, tokens=3) -> None:
+    def finish(self, request, indices=None, *, version=0, rewards=None, tokens=3, verifier_error="") -> None:
         indices = range(request.n) if indices is None else indices
         samples = [sample_of(request.request_id, k, version, tokens) for k in indices]
         rewards = [float(k % 2) for k in indices] if rewards is None else rewards
-        report = GeneratorReport(version=version, samples=SampleBatch.of(samples, rewards))
+        report = GeneratorReport(version, SampleBatch.of(samples, rewards), verifier_error=verifier_error)
         self.actions.put(lambda on_report: on_report(0, report))
 
     def die(self, lost: list[int]) -> None:

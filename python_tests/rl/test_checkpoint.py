@@ -99,3 +99,13 @@ def test_what_json_and_safetensors_cannot_carry_is_refused(tmp_path):
     with pytest.raises(TypeError, match="at /thing, got object"):
         save(tmp_path, 1, thing=object())
     assert load(tmp_path) == (None, [])
+
+
+def test_a_corrupt_newer_one_does_not_cost_the_good_one(tmp_path):
+    save(tmp_path, 2, keep=1)
+    save(tmp_path, 4, keep=2)
+    (tmp_path / "step_000004" / "state.json").write_text("{}")
+    save(tmp_path, 3, keep=1)
+    (step, _, _), _ = load(tmp_path)
+    assert step == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000003"]

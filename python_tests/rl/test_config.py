@@ -46,11 +46,15 @@ def test_saved_config_repeats_the_run(tmp_path):
         ("loss.objective=ppo", "loss.objective: expected one of decoupled, naive, uncorrected, got 'ppo'"),
         ("train.betas=[0.9]", "train.betas: expected 2 values, got [0.9]"),
         ("telemetry.trace=yes please", "telemetry.trace: expected true or false, got 'yes please'"),
-        ("generate.temperature=0", "generate.temperature: expected > 0 (the policy gradient needs sampling), got 0.0"),
+        (
+            "generate.temperature=0",
+            "generate.temperature: expected finite and > 0 (the policy gradient needs sampling), got 0.0",
+        ),
         (
             "train.minibatches=999",
             "train.minibatches: expected at most rollout.batch_groups * rollout.group_size = 256, got 999",
         ),
+        ("rollout.reward_timeout_s=inf", "rollout.reward_timeout_s: expected a finite number > 0, got inf"),
         ("seed", "override: expected key=value, got 'seed'"),
         ("seed.x.y=1", "seed: expected a whole number, got {'x': {'y': 1}}"),
     ],
@@ -76,3 +80,9 @@ def test_an_override_into_a_value_that_is_no_section():
     with pytest.raises(ConfigError, match="seed: expected a section, got 1"):
         load_config(None, ["seed=1", "seed.x=2"])
     assert build_config({}) == Config()
+
+
+def test_something_must_pace_sampling():
+    assert load_config(None, ["rollout.eta=2", "rollout.pipeline_depth=inf"]).rollout.batches_ahead == 2
+    with pytest.raises(ConfigError, match=r"rollout.pipeline_depth: expected a whole number when rollout.eta is inf"):
+        load_config(None, ["rollout.eta=inf", "rollout.pipeline_depth=inf"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.cli import main
+from areal_core.rl.evaluator import Evaluator
 from areal_core.telemetry import read_metrics
 
 SMALL = [
@@ -188,6 +189,32 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path):
     assert "model.safetensors is corrupt" in kinds["warning"]
     assert "step 2" in kinds["resume"]
     assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_interrupted_before_its_first_step_can_be_resumed(tmp_path, monkeypatch, capsys):
+    evaluate = Evaluator.run
+
+    def interrupted_evaluation(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self)
+
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "run", interrupted_evaluation)
+        assert main(["train", *settings(run_dir, "train.steps=2")]) == 130
+    assert "interrupted after step 0" in capsys.readouterr().out
+    assert main(["train", f"run_dir={run_dir}", "--resume"]) == 0
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
+
+
+def test_resume_without_a_file_keeps_the_settings_of_the_run(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert main(["train", *settings(run_dir, "train.steps=1", "train.learning_rate=3e-5")]) == 0
+    assert main(["train", f"run_dir={run_dir}", "train.steps=2", "--resume"]) == 0
+    assert "learning_rate: 3.0e-05" in (run_dir / "config.yaml").read_text()
+    assert steps_of(run_dir)[-1]["count/groups"] == 8
+    assert main(["train", f"run_dir={run_dir}", "train.steps=3", "rollout.group_size=2", "--resume"]) == 2
+    assert "rollout.group_size: a resumed run must keep its value 4, got 2" in capsys.readouterr().err
 
 
 def test_nothing_to_resume_is_a_clear_error(tmp_path, capsys):

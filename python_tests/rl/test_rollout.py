@@ -153,9 +153,10 @@ def test_resume_loses_and_repeats_nothing(fleet):
 
     again = FakeFleet()
     resumed = make_rollout(again, eta=1.0)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state, 1)
     resumed.start(1)
     missing = again.next_request()
+    assert missing.request_id not in {request.request_id for request in requests}
     assert (missing.problem.problem_id, missing.n) == ("3", 1)
     again.finish(missing, rewards=[5.0])
     groups = resumed.next_batch(1)
@@ -187,3 +188,42 @@ def test_trajectories_keep_tokens_logprobs_and_versions(fleet):
     assert np.array_equal(trajectory.versions, np.zeros(5))
     assert trajectory.logprobs.dtype == np.float32
     rollout.stop()
+
+
+def test_a_verifier_that_always_fails_ends_the_run_and_says_why(fleet):
+    events = []
+    rollout = make_rollout(fleet, batch=1, group=1, events=events)
+    rollout.start(0)
+    for _ in range(100):
+        fleet.finish(
+            fleet.next_request(), rewards=[math.nan], verifier_error="problem 7: the verifier raised NameError"
+        )
+    with pytest.raises(ArealError, match=r"every sample of 100 groups in a row failed: problem 7: .* NameError"):
+        rollout.next_batch(0)
+    assert [kind for kind, _ in events].count("verifier_failed") == 1
+    rollout.stop()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_resume_with_another_batch_size_neither_stalls_nor_overfills(batch):
+    fleet = FakeFleet()
+    rollout = make_rollout(fleet, batch=2, eta=1.0)
+    rollout.start(0)
+    for _ in range(4):
+        fleet.finish(fleet.next_request())
+    rollout.next_batch(0)
+    rollout.stop()
+    state = rollout.state_dict()
+
+    again = FakeFleet()
+    resumed = make_rollout(again, batch=batch, eta=1.0)
+    resumed.load_state_dict(state, 1)
+    resumed.start(1)
+    for version in range(1, 5):
+        while not resumed._makes_batch(version):
+            again.finish(again.next_request())
+            while not again.actions.empty():
+                pass
+        assert len(resumed.next_batch(version)) == batch
+        resumed.set_version(version + 1)
+    resumed.stop()

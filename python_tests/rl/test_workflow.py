@@ -53,7 +53,7 @@ def test_a_verifier_that_raises_excludes_its_sample():
 
     flow = workflow(broken)
     assert math.isnan(flow.reward(PROBLEM, response("2")))
-    assert flow.failures == 1
+    assert flow.last_error == "problem 7: the verifier raised RuntimeError: no parser"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "text", None])
