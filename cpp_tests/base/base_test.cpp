@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -42,17 +44,16 @@ TEST(DType, DispatchesToTheTypeOfItsSize) {
   EXPECT_THROW(dispatch_dtype(static_cast<DType>(9), "op", [](auto) { return 0; }), Error);
 }
 
+// A pool with a thread per piece, in which an exception that leaves a thread ends the program.
+void threads_parallel_for(int64_t begin, int64_t end, int64_t grain, RangeFn fn) {
+  std::vector<std::thread> threads;
+  for (int64_t b = begin; b < end; b += grain) threads.emplace_back([=] { fn(b, std::min(end, b + grain)); });
+  for (auto& thread : threads) thread.join();
+}
+
 TEST(ParallelFor, RunsEachIndexOnceWithAndWithoutAPool) {
   for (const bool pooled : {false, true}) {
-    if (pooled) {
-      set_parallel_for(
-          [](int64_t begin, int64_t end, int64_t grain, RangeFn fn) {
-            std::vector<std::thread> threads;
-            for (int64_t b = begin; b < end; b += grain) threads.emplace_back([=] { fn(b, std::min(end, b + grain)); });
-            for (auto& thread : threads) thread.join();
-          },
-          [] { return int64_t{4}; });
-    }
+    if (pooled) set_parallel_for(&threads_parallel_for, [] { return int64_t{4}; });
     std::vector<std::atomic<int>> hits(103);
     parallel_for(0, 103, 10, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
@@ -60,6 +61,20 @@ TEST(ParallelFor, RunsEachIndexOnceWithAndWithoutAPool) {
     for (const auto& hit : hits) EXPECT_EQ(hit.load(), 1);
   }
   set_parallel_for(nullptr, nullptr);
+}
+
+TEST(ParallelFor, HandsTheCallerOneOfTheExceptionsThrownInThePool) {
+  set_parallel_for(&threads_parallel_for, [] { return int64_t{4}; });
+  std::string text;
+  try {
+    parallel_for(0, 100, 10, [](int64_t begin, int64_t) {
+      if (begin >= 50) throw Error("op: expected a small index, got " + std::to_string(begin));
+    });
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  set_parallel_for(nullptr, nullptr);
+  EXPECT_EQ(text.substr(0, text.size() - 2), "op: expected a small index, got ");
 }
 
 TEST(Isa, CanBeLoweredAndNotRaisedPastTheMachine) {

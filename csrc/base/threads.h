@@ -1,6 +1,7 @@
 // parallel_for over an index range. The core owns no thread pool: the host program lends one through
 // set_parallel_for (the Python module lends torch's, so torch.set_num_threads governs the ops). Without one the
-// range runs in the calling thread. An exception thrown by fn reaches the caller.
+// range runs in the calling thread. An exception thrown by fn reaches the caller as it is, the first if several threads
+// throw; other pieces still run.
 #pragma once
 
 #include <cstdint>
