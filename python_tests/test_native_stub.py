@@ -1,4 +1,4 @@
-"""The type stub of the native module says what the module has: the same names, and the same arguments."""
+"""The native module: its type stub says what it has, and it finds what torch has loaded."""
 
 import ast
 from pathlib import Path
@@ -70,3 +70,10 @@ def test_mismatches_are_found() -> None:
     assert "_C.best_isa: not in the stub" in found
     assert "_C.num_threads: expected arguments [], the stub has ['n']" in found
     assert "_C.DecodeEngine.nothing: only in the stub" in found
+
+
+def test_a_symbol_is_found_in_a_library_that_python_loaded_for_itself_only() -> None:
+    symbol = "THP_PyFrame_Clear"  # of the library of torch that no extension module links
+    assert _C.has_loaded_symbol("libtorch_python.so", symbol)
+    assert not _C.has_loaded_symbol("libnothing.so", symbol)  # the global scope does not have it
+    assert not _C.has_loaded_symbol("libtorch_python.so", "no_such_symbol")

@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "base/isa.h"
+#include "base/loaded_symbol.h"
 #include "base/threads.h"
 #include "bind/bind.h"
 
@@ -45,6 +46,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("active_isa", [] { return areal::isa_name(areal::active_isa()); });
   m.def("set_active_isa", [](const std::string& name) { areal::set_active_isa(parse_isa(name)); });
   m.def("num_threads", &areal::num_threads);
+  m.def(
+      "has_loaded_symbol",
+      [](const char* soname, const char* symbol) { return areal::loaded_symbol(soname, symbol) != nullptr; },
+      py::arg("soname"), py::arg("symbol"));
 
   areal::bind::register_decode(m);
   areal::bind::register_packing(m);

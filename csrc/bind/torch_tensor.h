@@ -1,7 +1,6 @@
 // Small helpers of the *_torch.cpp files, over torch's stable ABI. `op` and `name` appear in the error text.
 #pragma once
 
-#include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,6 +15,8 @@
 
 #include "base/check.h"
 #include "base/dtype.h"
+#include "base/loaded_symbol.h"
+#include "base/segments.h"
 
 namespace areal::bind {
 
@@ -95,7 +96,7 @@ inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType type, const
 // not have, exports the function.
 inline void* current_cuda_stream(int32_t device_index) {
   using Fn = AOTITorchError (*)(int32_t, void**);
-  static const Fn get = reinterpret_cast<Fn>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+  static const Fn get = reinterpret_cast<Fn>(loaded_symbol("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"));
   AREAL_CHECK(get != nullptr, "current_cuda_stream: expected a torch built with CUDA, got one without");
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(get(device_index, &stream));
