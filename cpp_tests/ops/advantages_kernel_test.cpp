@@ -108,6 +108,39 @@ TEST(GaeKernel, NeverLooksAtMaskedTokens) {
   EXPECT_TRUE(same_bits(out[1], out[3]));
 }
 
+// cu_seqlens of a GPU that do not fit the tokens: the sequences are cut to them, and what no sequence covers is 0.
+TEST(AdvantageKernels, StayInsideTheTokensWhateverCuSeqlensSays) {
+  const std::vector<std::vector<int64_t>> lengths = {{}, {3, 40}, {1025, 1}, {5, 1100}, {1060, 1060}};
+  for (const auto& given : lengths) {
+    constexpr int64_t kTokens = 1050;
+    const Tokens inputs({kTokens});
+    const std::vector<int64_t> wrong = offsets(given);
+    std::vector<int64_t> cut = wrong;
+    for (int64_t& token : cut) token = std::min(token, kTokens);
+    const auto covered = static_cast<size_t>(cut.back());
+    const auto count = static_cast<int64_t>(given.size());
+    const std::vector<double> scores(given.size(), 2);
+    const auto run = [&](const std::vector<int64_t>& cu_seqlens, int64_t tokens) {
+      std::vector<std::vector<float>> out(3, std::vector<float>(static_cast<size_t>(tokens), NAN));
+      const Segments segments{cu_seqlens.data(), count};
+      cuda::gae({segments, inputs.a.data(), inputs.b.data(), nullptr, 0.99, 0.95, out[0].data(), out[1].data()}, tokens,
+                nullptr);
+      const TokenArgs<float> args{segments, nullptr, inputs.a.data(), inputs.b.data()};
+      cuda::spread_scores(SpreadArgs<float>{args, scores.data(), 0.3, true, out[2].data()}, tokens, nullptr);
+      std::vector<double> sums(given.size(), NAN);
+      cuda::log_ratio_sums(LogRatioSumArgs<float>{args, sums.data()}, tokens, nullptr);
+      out.emplace_back(sums.begin(), sums.end());
+      return out;
+    };
+    const auto out = run(wrong, kTokens), truth = run(cut, cut.back());
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(same_bits(std::vector<float>(out[i].begin(), out[i].begin() + covered), truth[i])) << i;
+      for (size_t t = covered; t < kTokens; ++t) ASSERT_EQ(out[i][t], 0) << i << ", " << t;
+    }
+    EXPECT_TRUE(same_bits(out[3], truth[3]));
+  }
+}
+
 struct Groups {
   std::vector<float> rewards;
   std::vector<double> wide;
@@ -173,8 +206,9 @@ TEST(SpreadKernel, MatchesTheCpu) {
                                             tokens.b.data()};
               std::vector<float> out(truth.size(), NAN);
               std::vector<double> out_sums(sums.size(), NAN);
-              cuda::spread_scores(SpreadArgs<float>{narrow, scores.data(), 0.3, by_length, out.data()}, nullptr);
-              cuda::log_ratio_sums(LogRatioSumArgs<float>{narrow, out_sums.data()}, nullptr);
+              cuda::spread_scores(SpreadArgs<float>{narrow, scores.data(), 0.3, by_length, out.data()},
+                                  tokens.cu_seqlens.back(), nullptr);
+              cuda::log_ratio_sums(LogRatioSumArgs<float>{narrow, out_sums.data()}, tokens.cu_seqlens.back(), nullptr);
               for (size_t t = 0; t < out.size(); ++t) ASSERT_NEAR(out[t], truth[t], 1e-6 * (1 + std::fabs(truth[t])));
               for (size_t s = 0; s < sums.size(); ++s) ASSERT_NEAR(out_sums[s], sums[s], 1e-9 * (1 + tokens.a.size()));
             },

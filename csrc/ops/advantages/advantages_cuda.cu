@@ -9,19 +9,20 @@
 namespace areal::cuda {
 namespace {
 
-// Blocks loop over what exceeds this; a multiprocessor holds at most 32.
+// At least one block, which zeroes tokens of no sequence. Blocks loop over what exceeds the bound; a multiprocessor
+// holds at most 32.
 dim3 grid_for(int64_t blocks) {
-  return dim3(static_cast<unsigned>(std::min<int64_t>(blocks, 64 * int64_t{multiprocessor_count()})));
+  return dim3(static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, 64 * int64_t{multiprocessor_count()})));
 }
 
 template <class Real>
 void launch_gae(const GaeArgs<Real>& args, int64_t tokens, void* stream_handle) {
-  if (args.segments.count == 0 || tokens == 0) return;
+  if (tokens == 0) return;
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   const dim3 grid = grid_for(args.segments.count);
-  AREAL_LAUNCH((gae_kernel<1, Real>), grid, dim3(kWarp), 0, stream, args);
+  AREAL_LAUNCH((gae_kernel<1, Real>), grid, dim3(kWarp), 0, stream, args, tokens);
   if (tokens <= kShortTokens) return;
-  AREAL_LAUNCH((gae_kernel<kLongWarps, Real>), grid, dim3(kLongWarps * kWarp), 0, stream, args);
+  AREAL_LAUNCH((gae_kernel<kLongWarps, Real>), grid, dim3(kLongWarps * kWarp), 0, stream, args, tokens);
 }
 
 template <class Real>
@@ -38,17 +39,17 @@ void launch_group_scores(const GroupArgs<Real>& args, void* batch_scratch, void*
 }
 
 template <class Real>
-void launch_spread(const SpreadArgs<Real>& args, void* stream) {
-  if (args.tokens.segments.count == 0) return;
+void launch_spread(const SpreadArgs<Real>& args, int64_t tokens, void* stream) {
+  if (tokens == 0) return;
   AREAL_LAUNCH(spread_scores_kernel<Real>, grid_for(args.tokens.segments.count), dim3(kSpreadThreads), 0,
-               static_cast<cudaStream_t>(stream), args);
+               static_cast<cudaStream_t>(stream), args, tokens);
 }
 
 template <class Real>
-void launch_sums(const LogRatioSumArgs<Real>& args, void* stream) {
+void launch_sums(const LogRatioSumArgs<Real>& args, int64_t tokens, void* stream) {
   if (args.tokens.segments.count == 0) return;
   AREAL_LAUNCH(log_ratio_sums_kernel<Real>, grid_for(args.tokens.segments.count), dim3(kSpreadThreads), 0,
-               static_cast<cudaStream_t>(stream), args);
+               static_cast<cudaStream_t>(stream), args, tokens);
 }
 
 }  // namespace
@@ -61,9 +62,15 @@ void group_scores(const GroupArgs<float>& args, void* batch_scratch, void* strea
 void group_scores(const GroupArgs<double>& args, void* batch_scratch, void* stream) {
   launch_group_scores(args, batch_scratch, stream);
 }
-void spread_scores(const SpreadArgs<float>& args, void* stream) { launch_spread(args, stream); }
-void spread_scores(const SpreadArgs<double>& args, void* stream) { launch_spread(args, stream); }
-void log_ratio_sums(const LogRatioSumArgs<float>& args, void* stream) { launch_sums(args, stream); }
-void log_ratio_sums(const LogRatioSumArgs<double>& args, void* stream) { launch_sums(args, stream); }
+void spread_scores(const SpreadArgs<float>& args, int64_t tokens, void* stream) { launch_spread(args, tokens, stream); }
+void spread_scores(const SpreadArgs<double>& args, int64_t tokens, void* stream) {
+  launch_spread(args, tokens, stream);
+}
+void log_ratio_sums(const LogRatioSumArgs<float>& args, int64_t tokens, void* stream) {
+  launch_sums(args, tokens, stream);
+}
+void log_ratio_sums(const LogRatioSumArgs<double>& args, int64_t tokens, void* stream) {
+  launch_sums(args, tokens, stream);
+}
 
 }  // namespace areal::cuda

@@ -119,7 +119,8 @@ Tensor spread_typed(const Tensor& scores, const Tensor& cu_seqlens, int64_t toke
       vector_data<const double>(scores, cu_seqlens.numel() - 1, scores, op, "scores"), beta, divide_by_length,
       static_cast<Real*>(out.mutable_data_ptr())};
   on_device(
-      scores, [&] { advantages::spread_scores_cpu(args); }, [&](void* stream) { cuda::spread_scores(args, stream); });
+      scores, [&] { advantages::spread_scores_cpu(args); },
+      [&](void* stream) { cuda::spread_scores(args, tokens, stream); });
   return out;
 }
 
@@ -140,7 +141,7 @@ Tensor log_ratio_sums(const Tensor& logprobs, const Tensor& ref_logprobs, const 
         static_cast<double*>(sums.mutable_data_ptr())};
     on_device(
         logprobs, [&] { advantages::log_ratio_sums_cpu(args); },
-        [&](void* stream) { cuda::log_ratio_sums(args, stream); });
+        [&](void* stream) { cuda::log_ratio_sums(args, logprobs.numel(), stream); });
     return sums;
   });
 }

@@ -44,7 +44,8 @@ AREAL_ISA_DECLARE(void gae_sequences(const advantages::GaeArgs<double>& args, in
 }  // namespace areal
 
 namespace areal::cuda {
-// tokens = cu_seqlens[S], which here is not readable from the host. stream is a cudaStream_t; no synchronisation.
+// tokens: the size of the per-token arrays. cu_seqlens, which is not readable from the host, is cut to it, and tokens
+// of no sequence get 0. stream is a cudaStream_t; no synchronisation.
 void gae(const advantages::GaeArgs<float>& args, int64_t tokens, void* stream);
 void gae(const advantages::GaeArgs<double>& args, int64_t tokens, void* stream);
 }  // namespace areal::cuda

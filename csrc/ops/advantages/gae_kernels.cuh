@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/reduce.cuh"
+#include "ops/advantages/bounded_segments.cuh"
 #include "ops/advantages/gae.h"
 
 namespace areal::cuda {
@@ -104,16 +105,21 @@ __device__ __forceinline__ void store_tile(const GaeArgs<Real>& args, int64_t be
   }
 }
 
-// Scans the sequences of its length class; the launch of the other class takes the rest.
+// Scans the sequences of its length class; the launch of the other class takes the rest. That of the short ones, which
+// is never left out, also zeroes tokens of no sequence.
 template <int kWarps, class Real>
-__global__ void __launch_bounds__(kWarps* kWarp) gae_kernel(GaeArgs<Real> args) {
+__global__ void __launch_bounds__(kWarps* kWarp) gae_kernel(GaeArgs<Real> args, int64_t tokens) {
   constexpr int64_t kTileTokens = kWarps * kGaeRows * kWarp;
   __shared__ Affine<Real> maps[kWarps];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const Real decay = static_cast<Real>(args.gamma * args.lam);
   const Real value_weight = static_cast<Real>(args.gamma * (1.0 - args.lam));
+  if constexpr (kWarps == 1) {
+    zero_tail(args.segments, tokens, args.advantages);
+    zero_tail(args.segments, tokens, args.returns);
+  }
   for (int64_t s = blockIdx.x; s < args.segments.count; s += gridDim.x) {
-    const int64_t begin = args.segments.cu_seqlens[s], end = args.segments.cu_seqlens[s + 1];
+    const auto [begin, end] = sequence_range(args.segments, s, tokens);
     if ((end - begin <= kShortTokens) != (kWarps == 1)) continue;
     Real carry = 0;
     for (int64_t tile_end = end; tile_end > begin; tile_end -= kTileTokens) {

@@ -45,9 +45,10 @@ void log_ratio_sums_cpu(const LogRatioSumArgs<double>& args);
 }  // namespace areal::advantages
 
 namespace areal::cuda {
-// stream is a cudaStream_t; no synchronisation.
-void spread_scores(const advantages::SpreadArgs<float>& args, void* stream);
-void spread_scores(const advantages::SpreadArgs<double>& args, void* stream);
-void log_ratio_sums(const advantages::LogRatioSumArgs<float>& args, void* stream);
-void log_ratio_sums(const advantages::LogRatioSumArgs<double>& args, void* stream);
+// tokens: the size of the per-token arrays. cu_seqlens, which is not readable from the host, is cut to it, and tokens
+// of no sequence get 0. stream is a cudaStream_t; no synchronisation.
+void spread_scores(const advantages::SpreadArgs<float>& args, int64_t tokens, void* stream);
+void spread_scores(const advantages::SpreadArgs<double>& args, int64_t tokens, void* stream);
+void log_ratio_sums(const advantages::LogRatioSumArgs<float>& args, int64_t tokens, void* stream);
+void log_ratio_sums(const advantages::LogRatioSumArgs<double>& args, int64_t tokens, void* stream);
 }  // namespace areal::cuda

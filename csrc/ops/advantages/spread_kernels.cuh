@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/reduce.cuh"
+#include "ops/advantages/bounded_segments.cuh"
 #include "ops/advantages/spread_math.h"
 
 namespace areal::cuda {
@@ -25,10 +26,11 @@ __device__ __forceinline__ double block_sum(double value) {
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kSpreadThreads) spread_scores_kernel(SpreadArgs<Real> args) {
-  const int64_t* cu_seqlens = args.tokens.segments.cu_seqlens;
+__global__ void __launch_bounds__(kSpreadThreads) spread_scores_kernel(SpreadArgs<Real> args, int64_t tokens) {
+  zero_tail(args.tokens.segments, tokens, args.advantages);
   for (int64_t s = blockIdx.x; s < args.tokens.segments.count; s += gridDim.x) {
-    const int64_t begin = cu_seqlens[s] + threadIdx.x, end = cu_seqlens[s + 1];
+    const TokenRange range = sequence_range(args.tokens.segments, s, tokens);
+    const int64_t begin = range.begin + threadIdx.x, end = range.end;
     double divisor = 1;
     if (args.divide_by_length) {
       double live = 0;
@@ -42,10 +44,10 @@ __global__ void __launch_bounds__(kSpreadThreads) spread_scores_kernel(SpreadArg
 }
 
 template <class Real>
-__global__ void __launch_bounds__(kSpreadThreads) log_ratio_sums_kernel(LogRatioSumArgs<Real> args) {
-  const int64_t* cu_seqlens = args.tokens.segments.cu_seqlens;
+__global__ void __launch_bounds__(kSpreadThreads) log_ratio_sums_kernel(LogRatioSumArgs<Real> args, int64_t tokens) {
   for (int64_t s = blockIdx.x; s < args.tokens.segments.count; s += gridDim.x) {
-    const int64_t begin = cu_seqlens[s] + threadIdx.x, end = cu_seqlens[s + 1];
+    const TokenRange range = sequence_range(args.tokens.segments, s, tokens);
+    const int64_t begin = range.begin + threadIdx.x, end = range.end;
     double sum = 0;
     for (int64_t t = begin; t < end; t += kSpreadThreads) {
       if (advantages::is_live(args.tokens, t)) sum += advantages::log_ratio(args.tokens, t);
