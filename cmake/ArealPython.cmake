@@ -8,7 +8,7 @@ if(NOT pybind11_FOUND)
   find_package(pybind11 CONFIG REQUIRED)
 endif()
 
-set(AREAL_TORCH_DIR "" CACHE PATH "Folder of the torch package (default: ask the Python interpreter)")
+set(AREAL_TORCH_DIR "$ENV{AREAL_TORCH_DIR}" CACHE PATH "Folder of the torch package (default: ask the Python interpreter)")
 if(NOT AREAL_TORCH_DIR)
   foreach(flag "" "-I")  # "": a torch in the build environment; -I: past pip's isolation, the user's own
     execute_process(
@@ -21,7 +21,12 @@ if(NOT AREAL_TORCH_DIR)
     endif()
   endforeach()
 endif()
-if(NOT EXISTS ${AREAL_TORCH_DIR}/include/torch/csrc/stable/library.h)
+set(stable_shim ${AREAL_TORCH_DIR}/include/torch/csrc/stable/c/shim.h)
+set(has_parallel_for "")
+if(EXISTS ${stable_shim})
+  file(STRINGS ${stable_shim} has_parallel_for REGEX "torch_parallel_for" LIMIT_COUNT 1)  # new in torch 2.10
+endif()
+if(NOT has_parallel_for)
   message(FATAL_ERROR "torch >= 2.10 not found (AREAL_TORCH_DIR=${AREAL_TORCH_DIR}): pip install torch, or set AREAL_TORCH_DIR")
 endif()
 message(STATUS "torch: ${AREAL_TORCH_DIR}")
