@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"areal-core {args.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ArealError, FileExistsError, FileNotFoundError, ValueError) as error:
         print(f"areal-core {args.command}: {error}", file=sys.stderr)
         return 2

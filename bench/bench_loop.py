@@ -54,8 +54,10 @@ def summarize(rows: list[dict[str, Any]], skip: int, accuracy: float) -> dict[st
             "count/interrupted",
         )
     }
+    half = timed[len(timed) // 2 :]  # late in a run few groups carry signal: training costs less, generation does not
     return {
         "s/step": seconds / len(timed),
+        "s/step, second half": (half[-1]["time_s"] - half[0]["time_s"]) / (len(half) - 1),
         "generated tok/s": total["tokens/generated"] / seconds,
         "trained tok/s": total["tokens/trained"] / seconds,
         "generator idle": statistics.fmean(row["idle/generator"] for row in timed),
@@ -105,9 +107,10 @@ def table(medians: dict[str, dict[str, float]]) -> str:
     lines = ["".join([f"{'':24}", *(f"{mode:>16}" for mode in modes)])]
     for key in medians[modes[0]]:
         lines.append("".join([f"{key:24}", *(f"{medians[mode][key]:16.4g}" for mode in modes)]))
-    if "sync" in medians:
-        base = medians["sync"]["s/step"]
-        lines.append("".join([f"{'speed-up over sync':24}", *(f"{base / medians[m]['s/step']:16.2f}" for m in modes)]))
+    for key, name in (("s/step", "speed-up over sync"), ("s/step, second half", "  in the second half")):
+        if "sync" in medians:
+            ratios = (medians["sync"][key] / medians[mode][key] for mode in modes)
+            lines.append("".join([f"{name:24}", *(f"{ratio:16.2f}" for ratio in ratios)]))
     return "\n".join(lines)
 
 

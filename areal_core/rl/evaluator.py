@@ -68,7 +68,7 @@ class Evaluator:
             max_new_tokens=self.config.generate.max_new_tokens,
             temperature=temperature,
             stop_token_ids=self.model_config.eos_token_ids,
-            seed=self.engine.version,
+            seed=self.config.seed + 1_000_003 * (1 + self.engine.version),  # other draws for other runs and versions
         )
         return evaluate_policy(
             self.engine,
