@@ -35,25 +35,30 @@ TEST_P(LayersTest, RmsNormOfEverySize) {
 class AttentionTest : public KernelTest {
  protected:
   void check(int64_t heads, int64_t kv_heads, int64_t dim, int64_t count) {
+    for (const int64_t prompt : {count, count / 2 + 1, int64_t{1}}) check(heads, kv_heads, dim, count, prompt);
+  }
+
+  void check(int64_t heads, int64_t kv_heads, int64_t dim, int64_t count, int64_t prompt) {
     DecoderConfig config;
     config.num_layers = 1;
     config.num_kv_heads = kv_heads;
     config.head_dim = dim;
-    KvPool pool(config, round_up(count, kPage) / kPage + 2);
+    const int64_t pool_pages = count / kPage + 4;
+    KvPool pool(config, pool_pages);
     const KvLayer kv = pool.layer(0);
-    std::fill_n(kv.pages, (round_up(count, kPage) / kPage + 2) * kv_heads * kv.head_floats, NAN);
+    std::fill_n(kv.pages, pool_pages * kv_heads * kv.head_floats, NAN);
     pool.allocate();  // so that page i of the sequence is not page i of the pool
     PageTable pages(pool);
-    pages.reserve_positions(count);
+    pages.reserve(cache_slot(count - 1, prompt) + 1);
 
     const int64_t size = (heads + 2 * kv_heads) * dim, ld = round_up(size, kPad), ldo = round_up(heads * dim, kPad);
     const std::vector<float> raw = pad_rows(random(count * size), size);
     std::vector<float> qkv = raw, cos = random(count * dim / 2), sin = random(count * dim / 2),
-                       out(static_cast<size_t>(count * ldo)), scores(static_cast<size_t>(heads * (count + kPage)));
-    std::vector<int64_t> position;
+                       out(static_cast<size_t>(count * ldo)), scores(static_cast<size_t>(heads * (count + 2 * kPage)));
+    std::vector<int64_t> position, prompts(static_cast<size_t>(count), prompt);
     std::vector<const int32_t*> table(static_cast<size_t>(count), pages.data());
     for (int64_t i = 0; i < count; ++i) position.push_back(i);
-    const BatchRows batch{position.data(), table.data()};
+    const BatchRows batch{position.data(), prompts.data(), table.data()};
     kernels().rope({qkv.data(), ld, heads, cos.data(), sin.data(), kv, batch, 0, count});
     kernels().attention({qkv.data(), ld, heads, out.data(), ldo, kv, batch, 0, count, scores.data()});
 
@@ -82,8 +87,9 @@ class AttentionTest : public KernelTest {
             expected += score[static_cast<size_t>(p)] / total *
                         static_cast<double>(raw[static_cast<size_t>(p * ld + (heads + kv_heads + kv_head) * dim + d)]);
           const double got = out[static_cast<size_t>(i * ldo + h * dim + d)];
-          ASSERT_TRUE(std::fabs(got - expected) <= 3e-5) << "heads " << heads << "/" << kv_heads << " dim " << dim
-                                                         << " position " << i << ": " << got << " not " << expected;
+          ASSERT_TRUE(std::fabs(got - expected) <= 3e-5)
+              << "heads " << heads << "/" << kv_heads << " dim " << dim << " prompt " << prompt << " position " << i
+              << ": " << got << " not " << expected;
         }
       }
     }
@@ -108,6 +114,15 @@ TEST_P(AttentionTest, EveryLength) {
 AREAL_ALL_ISAS(LayersTest);
 AREAL_ALL_ISAS(AttentionTest);
 
+TEST(CacheSlot, TheResponseStartsOnAPageOfItsOwn) {
+  EXPECT_EQ(cache_slot(0, 1), 0);
+  EXPECT_EQ(cache_slot(1, 1), 16);
+  EXPECT_EQ(cache_slot(15, 16), 15);
+  EXPECT_EQ(cache_slot(16, 16), 16);
+  EXPECT_EQ(cache_slot(16, 17), 16);
+  EXPECT_EQ(cache_slot(20, 17), 35);
+}
+
 TEST(KvPoolTest, PagesAreSharedByCountAndReturned) {
   DecoderConfig config;
   config.num_layers = 2;
@@ -115,24 +130,25 @@ TEST(KvPoolTest, PagesAreSharedByCountAndReturned) {
   config.head_dim = 4;
   KvPool pool(config, 8);
   {
-    PageTable prompt(pool);
-    prompt.reserve_positions(40);  // 3 pages, the last partial
-    EXPECT_EQ(pool.used_pages(), 3);
-    const float mark = 5.0f;
-    for (int64_t l = 0; l < 2; ++l) pool.layer(l).pages[prompt.data()[2] * pool.layer(l).head_floats] = mark;
-    PageTable a(pool), b(pool);
-    a.fork(prompt, 40);
-    b.fork(prompt, 32);
+    PageTable a(pool);
+    {
+      PageTable prompt(pool), b(pool);
+      prompt.reserve(40);
+      EXPECT_EQ(pool.used_pages(), 3);
+      a.share(prompt);
+      b.share(prompt);
+      EXPECT_EQ(pool.used_pages(), 3);
+      a.reserve(49);
+      b.reserve(65);
+      EXPECT_EQ(pool.used_pages(), 6);
+      EXPECT_TRUE(std::equal(prompt.data(), prompt.data() + 3, a.data()));
+      EXPECT_NE(a.data()[3], b.data()[3]);
+    }
     EXPECT_EQ(pool.used_pages(), 4);
-    EXPECT_EQ(a.data()[1], prompt.data()[1]);
-    EXPECT_NE(a.data()[2], prompt.data()[2]);
-    for (int64_t l = 0; l < 2; ++l) EXPECT_EQ(pool.layer(l).pages[a.data()[2] * pool.layer(l).head_floats], mark);
-    b.reserve_positions(33);
-    EXPECT_EQ(pool.used_pages(), 5);
   }
   EXPECT_EQ(pool.used_pages(), 0);
   PageTable all(pool);
-  all.reserve_positions(8 * kPage);
+  all.reserve(8 * kPage);
   EXPECT_THROW(pool.allocate(), Error);
 }
 

@@ -7,6 +7,7 @@
 namespace areal::AREAL_ISA {
 
 using decode::AttentionArgs;
+using decode::cache_slot;
 using decode::kPage;
 
 namespace {
@@ -21,37 +22,53 @@ struct Pages {
   const int32_t* table;
   int64_t page_floats;
   int64_t dim, value_ld;
-  int64_t count;  // positions
+  int64_t count;                 // slots
+  int64_t hole_begin, hole_end;  // slots between prompt and response, which hold nothing
   AREAL_INLINE const float* keys(int64_t page) const { return base + table[page] * page_floats; }
   AREAL_INLINE const float* values(int64_t page) const { return keys(page) + kPage * dim; }
 };
 
-// scores[h][position] = q[h] . k[position]
-template <int Heads>
-AREAL_INLINE void score(const Pages& p, const float* q, float* scores, int64_t ld_scores) {
-  const int64_t pages = (p.count + kPage - 1) / kPage;
-  for (int64_t b = 0; b < pages; ++b) {
-    const float* keys = p.keys(b);
-    VecF acc[Heads][kPageVecs];
+// scores[h][slot] = q[h] . k[slot] over Count pages from `page` on; empty slots come out as anything.
+template <int Heads, int Count>
+AREAL_INLINE void score_pages(const Pages& p, int64_t page, const float* q, float* scores, int64_t ld_scores) {
+  const float* keys[Count];
+  VecF acc[Count][Heads][kPageVecs];
+  for (int b = 0; b < Count; ++b) {
+    keys[b] = p.keys(page + b);
     for (int h = 0; h < Heads; ++h)
-      for (int j = 0; j < kPageVecs; ++j) acc[h][j] = splat(0.0f);
-    for (int64_t d = 0; d < p.dim; ++d) {
+      for (int j = 0; j < kPageVecs; ++j) acc[b][h][j] = splat(0.0f);
+  }
+#pragma GCC unroll 2
+  for (int64_t d = 0; d < p.dim; ++d) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kPageVecs; ++j) {
-        const VecF k = load(keys + d * kPage + j * kLanes);
+    for (int h = 0; h < Heads; ++h) {
+      const VecF x = splat(q[h * p.dim + d]);
 #pragma GCC unroll 4
-        for (int h = 0; h < Heads; ++h) acc[h][j] = fma(splat(q[h * p.dim + d]), k, acc[h][j]);
+      for (int b = 0; b < Count; ++b) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kPageVecs; ++j) acc[b][h][j] = fma(x, load(keys[b] + d * kPage + j * kLanes), acc[b][h][j]);
       }
     }
-    for (int h = 0; h < Heads; ++h)
-      for (int j = 0; j < kPageVecs; ++j) store(scores + h * ld_scores + b * kPage + j * kLanes, acc[h][j]);
   }
+  for (int b = 0; b < Count; ++b)
+    for (int h = 0; h < Heads; ++h)
+      for (int j = 0; j < kPageVecs; ++j) store(scores + h * ld_scores + (page + b) * kPage + j * kLanes, acc[b][h][j]);
 }
 
-// Turns scores into e^(score - max) over whole pages (zero past the end) and returns the sum.
-AREAL_INLINE float softmax(float* scores, int64_t count) {
-  const int64_t padded = (count + kPage - 1) / kPage * kPage;
-  for (int64_t j = count; j < padded; ++j) scores[j] = -kInf;
+template <int Heads>
+AREAL_INLINE void score(const Pages& p, const float* q, float* scores, int64_t ld_scores) {
+  constexpr int kTogether = Heads * kPageVecs <= 2 ? 2 : 1;  // enough chains to hide the latency of the adds
+  const int64_t pages = (p.count + kPage - 1) / kPage;
+  int64_t page = 0;
+  for (; page + kTogether <= pages; page += kTogether) score_pages<Heads, kTogether>(p, page, q, scores, ld_scores);
+  if (page < pages) score_pages<Heads, 1>(p, page, q, scores, ld_scores);
+}
+
+// Turns scores into e^(score - max) over whole pages (zero in empty slots) and returns the sum.
+AREAL_INLINE float softmax(const Pages& p, float* scores) {
+  const int64_t padded = (p.count + kPage - 1) / kPage * kPage;
+  for (int64_t j = p.hole_begin; j < p.hole_end; ++j) scores[j] = -kInf;
+  for (int64_t j = p.count; j < padded; ++j) scores[j] = -kInf;
   VecF top = load(scores);
   for (int64_t j = kLanes; j < padded; j += kLanes) top = max(top, load(scores + j));
   const VecF shift = splat(reduce_max(top));
@@ -64,8 +81,8 @@ AREAL_INLINE float softmax(float* scores, int64_t count) {
   return reduce_add(sum);
 }
 
-// out[h] = sum over positions of weights[h][position] * values[position], for Vecs vectors from dimension d0. Two
-// chains per output, over even and odd positions.
+// out[h] = sum over slots of weights[h][slot] * values[slot], for Vecs vectors from dimension d0. Two chains per
+// output, over even and odd slots.
 template <int Heads, int Vecs>
 AREAL_INLINE void mix(const Pages& p, const float* weights, int64_t ld_weights, const float* inverse, float* out,
                       int64_t d0) {
@@ -75,21 +92,24 @@ AREAL_INLINE void mix(const Pages& p, const float* weights, int64_t ld_weights, 
       for (int j = 0; j < Vecs; ++j) acc[o][h][j] = splat(0.0f);
   for (int64_t begin = 0; begin < p.count; begin += kPage) {
     const float* values = p.values(begin / kPage) + d0;
-    const int64_t rows = p.count - begin < kPage ? p.count - begin : kPage;
-    const auto add = [&](int o, int64_t i) __attribute__((always_inline)) {
+    const int64_t end = p.hole_begin < p.hole_end && begin == p.hole_end - kPage ? p.hole_begin : p.count;
+    const int64_t rows = end - begin < kPage ? end - begin : kPage;
+    const float* weight = weights + begin;
+    const auto add = [&](int o) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < Vecs; ++j) {
-        const VecF v = load(values + i * p.value_ld + j * kLanes);
+        const VecF v = load(values + j * kLanes);
 #pragma GCC unroll 4
-        for (int h = 0; h < Heads; ++h) acc[o][h][j] = fma(splat(weights[h * ld_weights + begin + i]), v, acc[o][h][j]);
+        for (int h = 0; h < Heads; ++h) acc[o][h][j] = fma(splat(weight[h * ld_weights]), v, acc[o][h][j]);
       }
+      values += p.value_ld;
+      ++weight;
     };
-    int64_t i = 0;
-    for (; i + 2 <= rows; i += 2) {
-      add(0, i);
-      add(1, i + 1);
+    for (int64_t i = 0; i < rows / 2; ++i) {
+      add(0);
+      add(1);
     }
-    if (i < rows) add(0, i);
+    if (rows % 2 == 1) add(0);
   }
   for (int h = 0; h < Heads; ++h) {
     for (int j = 0; j < Vecs; ++j) {
@@ -105,7 +125,7 @@ template <int Heads>
 void attend(const Pages& p, const float* q, float* scores, int64_t ld_scores, float* out) {
   score<Heads>(p, q, scores, ld_scores);
   float inverse[Heads];
-  for (int h = 0; h < Heads; ++h) inverse[h] = 1.0f / softmax(scores + h * ld_scores, p.count);
+  for (int h = 0; h < Heads; ++h) inverse[h] = 1.0f / softmax(p, scores + h * ld_scores);
   int64_t d = 0;
   for (; d + kValueVecs * kLanes <= p.dim; d += kValueVecs * kLanes)
     mix<Heads, kValueVecs>(p, scores, ld_scores, inverse, out, d);
@@ -117,14 +137,18 @@ void attend(const Pages& p, const float* q, float* scores, int64_t ld_scores, fl
 void decode_attention(const AttentionArgs& a) {
   const int64_t dim = a.kv.head_dim, group = a.heads / a.kv.kv_heads;
   for (int64_t i = a.row_begin; i < a.row_end; ++i) {
-    const int64_t count = a.batch.position[i] + 1, ld_scores = (count + kPage - 1) / kPage * kPage;
+    const int64_t position = a.batch.position[i], prompt = a.batch.prompt_size[i];
+    const int64_t count = cache_slot(position, prompt) + 1, ld_scores = (count + kPage - 1) / kPage * kPage;
+    const int64_t hole_end = position < prompt ? prompt : cache_slot(prompt, prompt);
     for (int64_t kv_head = 0; kv_head < a.kv.kv_heads; ++kv_head) {
       const Pages pages{a.kv.pages + kv_head * a.kv.head_floats,
                         a.batch.page_table[i],
                         a.kv.kv_heads * a.kv.head_floats,
                         dim,
                         a.kv.value_ld,
-                        count};
+                        count,
+                        prompt,
+                        hole_end};
       const float* q = a.qkv + i * a.ld + kv_head * group * dim;
       float* out = a.out + i * a.ldo + kv_head * group * dim;
       int64_t h = 0;

@@ -18,7 +18,8 @@ const DecoderConfig& checked(const DecoderConfig& config, const EngineOptions& o
   return config;
 }
 
-// Enough for every slot to hold a whole context and a prompt's partial page of its own, so allocation can't fail.
+// Enough for every sample in flight to hold a whole context, with a partial page each for prompt and response, so
+// allocation can't fail.
 int64_t pool_pages(const EngineOptions& options) {
   return options.max_slots * (round_up(options.max_context, kPage) / kPage + 1);
 }
@@ -199,10 +200,7 @@ int64_t Engine::recompute() {
   for (const auto* spans : {&prompts, &responses})
     for (const Span& span : *spans) tokens += span.end - span.begin;
   run_spans(prompts);
-  for (const Span& span : responses) {
-    span.sample->pages.refresh_fork(span.prefix->pages, span.prefix->size());
-    span.sample->pages.reserve_positions(span.end);
-  }
+  for (const Span& span : responses) span.sample->reserve(span.end);
   run_spans(responses);
   return tokens;
 }

@@ -33,7 +33,7 @@ void Engine::admit() {
     const std::shared_ptr<Request> request = waiting_.front();
     if (request->prefix == nullptr) {
       request->prefix = std::make_shared<Prefix>(pool_, *request);
-      request->prefix->pages.reserve_positions(request->prefix->size());
+      request->prefix->pages.reserve(request->prefix->size());
       filling_.push_back(request->prefix);
     }
     Prefix& prefix = *request->prefix;
@@ -64,7 +64,7 @@ void Engine::collect(const Weights& weights) {
     if (sample->weights.get() != &weights || sample->finished) continue;
     const int64_t left = sample->length() - sample->computed, rows = 1 + std::min(left - 1, room);
     room -= rows - 1;
-    sample->pages.reserve_positions(sample->computed + rows);
+    sample->reserve(sample->computed + rows);
     add_span({sample->prefix.get(), sample.get(), sample->computed, sample->computed + rows});
     if (rows == left) wanted_.push_back({static_cast<int32_t>(forward_.rows() - 1), nullptr, sample.get()});
   }
@@ -84,7 +84,7 @@ void Engine::add_span(const Span& span) {
   for (int64_t p = span.begin; p < span.end; ++p) {
     const int32_t token =
         span.sample != nullptr ? span.sample->token(p) : span.prefix->request.prompt[static_cast<size_t>(p)];
-    forward_.add_row(token, p, pages);
+    forward_.add_row(token, p, span.prefix->size(), pages);
   }
 }
 
@@ -139,7 +139,7 @@ void Engine::commit() {
 void Engine::attach(Sample* sample) {
   const Prefix& prefix = *sample->prefix;
   sample->weights = current_;
-  sample->pages.fork(prefix.pages, prefix.size());
+  sample->pages.share(prefix.pages);
   sample->computed = prefix.size();
 }
 

@@ -40,7 +40,7 @@ Forward::Forward(const DecoderConfig& config, const Kernels& kernels, int64_t ma
   ld_attention_ = round_up(config.q_size(), kPad);
   ld_mlp_ = round_up(config.intermediate_size, kPad);
   ld_vocab_ = round_up(config.vocab_size, kPad);
-  ld_scores_ = config.num_heads / config.num_kv_heads * round_up(max_positions, kPage);
+  ld_scores_ = config.num_heads / config.num_kv_heads * (round_up(max_positions, kPage) + kPage);
   logits_rows_ = std::clamp(kLogitsFloats / ld_vocab_, std::min<int64_t>(max_rows, 16), max_rows);
 
   x_ = zeros(max_rows * ld_hidden_);
@@ -52,6 +52,7 @@ Forward::Forward(const DecoderConfig& config, const Kernels& kernels, int64_t ma
   scores_ = zeros(threads * ld_scores_);
   token_.resize(static_cast<size_t>(max_rows));
   position_.resize(static_cast<size_t>(max_rows));
+  prompt_size_.resize(static_cast<size_t>(max_rows));
   page_table_.resize(static_cast<size_t>(max_rows));
 
   // Angles in float32, as the reference implementation has them: at position 30,000 exact angles would differ by 1e-3.
@@ -69,10 +70,11 @@ Forward::Forward(const DecoderConfig& config, const Kernels& kernels, int64_t ma
   }
 }
 
-void Forward::add_row(int32_t token, int64_t position, const int32_t* page_table) {
+void Forward::add_row(int32_t token, int64_t position, int64_t prompt_size, const int32_t* page_table) {
   const size_t i = static_cast<size_t>(rows_++);
   token_[i] = token;
   position_[i] = position;
+  prompt_size_[i] = prompt_size;
   page_table_[i] = page_table;
 }
 
@@ -134,7 +136,7 @@ void Forward::attend(KvLayer kv) {
   // A few rows at a time, so that the pages just written are still in the first-level cache when they are read. Earlier
   // rows of the same sequence have been written by then.
   constexpr int64_t kBlock = 4;
-  const BatchRows batch{position_.data(), page_table_.data()};
+  const BatchRows batch{position_.data(), prompt_size_.data(), page_table_.data()};
   const auto rope = [&](int64_t begin, int64_t end) {
     kernels_.rope({qkv_.data(), ld_qkv_, config_.num_heads, cos_.data(), sin_.data(), kv, batch, begin, end});
   };

@@ -24,7 +24,7 @@ class Forward {
   int64_t logits_rows() const { return logits_rows_; }  // the most rows one call of logits() takes
 
   void clear() { rows_ = 0; }
-  void add_row(int32_t token, int64_t position, const int32_t* page_table);
+  void add_row(int32_t token, int64_t position, int64_t prompt_size, const int32_t* page_table);
   // Computes all rows, writing their keys and values to the cache.
   void run(const Weights& weights, KvPool& pool);
   // The logits of the given rows: [count, vocab_size rounded up to kPad], valid until the next call.
@@ -44,7 +44,7 @@ class Forward {
   int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_mlp_, ld_vocab_, ld_scores_;
   int64_t rows_ = 0;
   std::vector<int32_t> token_;
-  std::vector<int64_t> position_;
+  std::vector<int64_t> position_, prompt_size_;
   std::vector<const int32_t*> page_table_;
   Buffer<float> cos_, sin_;  // [max_positions, head_dim / 2]
   Buffer<float> x_, normed_, qkv_, attention_, mlp_, logits_, scores_;

@@ -66,6 +66,12 @@ struct RmsNormArgs {
   int64_t ldo, rows, size;
 };
 
+// Where a position of a sequence lies in its pages: the response starts on a page of its own, so that all pages of the
+// prompt can be shared, and the slots between the prompt's end and that page stay empty.
+constexpr int64_t cache_slot(int64_t position, int64_t prompt_size) {
+  return position < prompt_size ? position : (prompt_size + kPage - 1) / kPage * kPage + position - prompt_size;
+}
+
 // One layer's share of the KV cache: page p, KV head h starts at pages + (p * kv_heads + h) * head_floats. The keys
 // come first, transposed as [head_dim][kPage], then the values [kPage][head_dim rounded up to kPad].
 struct KvLayer {
@@ -78,6 +84,7 @@ struct KvLayer {
 // Rows of a batch: row i is the token at position[i] of the sequence whose pages are page_table[i].
 struct BatchRows {
   const int64_t* position;
+  const int64_t* prompt_size;  // of the row's sequence: see cache_slot
   const int32_t* const* page_table;
 };
 
@@ -100,7 +107,7 @@ struct AttentionArgs {
   KvLayer kv;
   BatchRows batch;
   int64_t row_begin, row_end;
-  float* scores;  // scratch: heads / kv_heads * (positions rounded up to kPage)
+  float* scores;  // scratch: heads / kv_heads * (slots rounded up to kPage)
 };
 
 // The softmax of one row at an inverse temperature: terms[j] = e^((z_j - max) * inverse_temperature).

@@ -1,6 +1,5 @@
 #include "decode/kv_pool.h"
 
-#include <cstring>
 #include <numeric>
 
 namespace areal::decode {
@@ -33,35 +32,19 @@ void KvPool::release(int32_t page) {
   if (--references_[static_cast<size_t>(page)] == 0) free_.push_back(page);
 }
 
-void KvPool::copy(int32_t from, int32_t to) {
-  for (int64_t l = 0; l < num_layers_; ++l) {
-    float* pages = layer(l).pages;
-    std::memcpy(pages + to * page_floats_, pages + from * page_floats_,
-                static_cast<size_t>(page_floats_) * sizeof(float));
-  }
-}
-
 PageTable::~PageTable() {
   for (const int32_t page : pages_) pool_->release(page);
 }
 
-void PageTable::reserve_positions(int64_t positions) {
-  while (static_cast<int64_t>(pages_.size()) * kPage < positions) pages_.push_back(pool_->allocate());
+void PageTable::reserve(int64_t slots) {
+  while (static_cast<int64_t>(pages_.size()) * kPage < slots) pages_.push_back(pool_->allocate());
 }
 
-void PageTable::fork(const PageTable& other, int64_t positions) {
-  const auto whole = other.pages_.begin() + positions / kPage;
-  for (auto page = other.pages_.begin(); page != whole; ++page) {
-    pool_->retain(*page);
-    pages_.push_back(*page);
+void PageTable::share(const PageTable& other) {
+  for (const int32_t page : other.pages_) {
+    pool_->retain(page);
+    pages_.push_back(page);
   }
-  reserve_positions(positions);
-  refresh_fork(other, positions);
-}
-
-void PageTable::refresh_fork(const PageTable& other, int64_t positions) {
-  const size_t last = static_cast<size_t>(positions / kPage);
-  if (positions % kPage != 0) pool_->copy(other.pages_[last], pages_[last]);
 }
 
 }  // namespace areal::decode

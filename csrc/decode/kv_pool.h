@@ -20,7 +20,6 @@ class KvPool {
   int32_t allocate();  // with one reference; throws areal::Error when none is left
   void retain(int32_t page) { ++references_[static_cast<size_t>(page)]; }
   void release(int32_t page);
-  void copy(int32_t from, int32_t to);  // all layers
   int64_t used_pages() const { return pages_ - static_cast<int64_t>(free_.size()); }
 
  private:
@@ -31,7 +30,7 @@ class KvPool {
   std::vector<int32_t> free_;  // last in, first out: recently used pages are warm
 };
 
-// The pages of one sequence, in order of position. Owns a reference to each.
+// The pages of one sequence, in order of slots. Owns a reference to each.
 class PageTable {
  public:
   explicit PageTable(KvPool& pool) : pool_(&pool) {}
@@ -40,12 +39,10 @@ class PageTable {
   ~PageTable();
 
   const int32_t* data() const { return pages_.data(); }
-  // Grows to hold `positions` positions.
-  void reserve_positions(int64_t positions);
-  // Becomes a copy of the first `positions` positions of other: whole pages are shared, a partial last one is copied.
-  void fork(const PageTable& other, int64_t positions);
-  // Copies the partial last page of the first `positions` positions again, after other has changed.
-  void refresh_fork(const PageTable& other, int64_t positions);
+  // Grows to hold `slots` slots (see cache_slot).
+  void reserve(int64_t slots);
+  // Starts with the pages of other, which must not grow any more.
+  void share(const PageTable& other);
 
  private:
   KvPool* pool_;

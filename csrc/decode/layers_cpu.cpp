@@ -4,6 +4,7 @@
 
 namespace areal::AREAL_ISA {
 
+using decode::cache_slot;
 using decode::kPage;
 using decode::KvLayer;
 using decode::RmsNormArgs;
@@ -74,9 +75,10 @@ void decode_rope(const RopeArgs& a) {
     float *q = a.qkv + i * a.ld, *k = q + a.heads * dim, *v = k + a.kv.kv_heads * dim;
     rotate_heads(q, a.heads, cos, sin, half, q_scale);
     rotate_heads(k, a.kv.kv_heads, cos, sin, half, 1.0f);
-    float* page = a.kv.pages + a.batch.page_table[i][position / kPage] * a.kv.kv_heads * a.kv.head_floats;
+    const int64_t slot = cache_slot(position, a.batch.prompt_size[i]);
+    float* page = a.kv.pages + a.batch.page_table[i][slot / kPage] * a.kv.kv_heads * a.kv.head_floats;
     for (int64_t h = 0; h < a.kv.kv_heads; ++h)
-      write_kv(a.kv, k + h * dim, v + h * dim, page + h * a.kv.head_floats, position % kPage);
+      write_kv(a.kv, k + h * dim, v + h * dim, page + h * a.kv.head_floats, slot % kPage);
   }
 }
 

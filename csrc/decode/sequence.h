@@ -66,7 +66,7 @@ struct Prefix {
   std::vector<float> logits;  // of the first response token, kept while samples are pending
 };
 
-// A sample that holds a slot. It waits until its prefix is complete, then forks the prefix's pages.
+// A sample that holds a slot. It waits until its prefix is complete, then shares the prefix's pages.
 struct Sample {
   Sample(KvPool& pool, std::shared_ptr<Request> of, Request::Pending&& pending)
       : request(std::move(of)),
@@ -75,6 +75,8 @@ struct Sample {
         response(std::move(pending.response)),
         pages(pool) {}
   int64_t length() const { return prefix->size() + static_cast<int64_t>(response.token_ids.size()); }
+  // Makes room in the cache for the first `positions` positions.
+  void reserve(int64_t positions) { pages.reserve(cache_slot(positions - 1, prefix->size()) + 1); }
   int32_t token(int64_t position) const {
     const int64_t prompt = prefix->size();
     return position < prompt ? request->prompt[static_cast<size_t>(position)]
