@@ -51,7 +51,8 @@ class EmbeddedEngine:
         max_slots: samples in flight.
         max_context: tokens of prompt and response together; None: the model's max_position_embeddings.
         prefill_tokens: prompt tokens that one step takes on beside the samples in flight.
-        threads: threads of torch's pool to use; pays from some millions of parameters on.
+        threads: threads of torch's pool to use, for models of millions of parameters on cores of their own: on cores
+            that others use too, OpenMP's barriers wait for the slowest (OMP_WAIT_POLICY=passive softens it).
         Raises: ValueError for a shape the engine can't hold.
         """
         limit = config.max_position_embeddings

@@ -131,7 +131,7 @@ class Engine(Protocol):
         """Forget a request; returns the number of its samples that had not finished (0 for an unknown id)."""
 
     def decode(self, max_steps: int, watch: npt.NDArray[np.int64] | None = None) -> list[GeneratedSample]:
-        """Advance every sample in flight by up to max_steps tokens; returns those that finished.
+        """Run up to max_steps batched steps, each a token for every sample in flight; returns those that finished.
 
         watch: int64 [1], a version counter that another thread or process may write: decode returns at the next
             token boundary once it exceeds `version`.
