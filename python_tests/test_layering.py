@@ -201,5 +201,5 @@ def test_allowed_imports_pass(module: str, line: str) -> None:
 @pytest.mark.parametrize("package", sorted(LIGHT_PACKAGES))
 def test_importing_a_light_package_loads_nothing_heavy(package: str) -> None:
     code = f"import sys, areal_core.{package}; print([m for m in {HEAVY!r} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
