@@ -103,4 +103,31 @@ inline void* current_cuda_stream(int32_t device_index) {
   return stream;
 }
 
+// Runs the CPU or the CUDA entry point, for the device of `like`: cpu() or cuda(stream).
+template <class Cpu, class Cuda>
+void on_device([[maybe_unused]] const Tensor& like, const Cpu& cpu, [[maybe_unused]] const Cuda& cuda) {
+#if defined(AREAL_WITH_CUDA)
+  if (like.is_cuda()) {
+    const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+    return cuda(current_cuda_stream(like.get_device_index()));
+  }
+#endif
+  cpu();
+}
+
+// cu_seqlens [S+1] as a view whose values nobody has checked.
+inline Segments unchecked_segments(const Tensor& cu_seqlens, const Tensor& like, const char* op,
+                                   const char* name = "cu_seqlens") {
+  const int64_t size = cu_seqlens.numel();
+  AREAL_CHECK(size >= 1, op, ": expected ", name, " with at least 1 element, got 0");
+  return {vector_data<const int64_t>(cu_seqlens, size, like, op, name), size - 1};
+}
+
+// The same, its values checked against the number of packed tokens: on the host only.
+inline Segments make_segments(const Tensor& cu_seqlens, int64_t tokens, const Tensor& like, const char* op) {
+  const Segments segments = unchecked_segments(cu_seqlens, like, op);
+  if (!cu_seqlens.is_cuda()) check_segments(segments, tokens, op);
+  return segments;
+}
+
 }  // namespace areal::bind

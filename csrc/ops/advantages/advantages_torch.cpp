@@ -11,6 +11,8 @@ namespace areal {
 namespace {
 
 using bind::empty;
+using bind::make_segments;
+using bind::on_device;
 using bind::ScalarType;
 using bind::Tensor;
 using bind::vector_data;
@@ -23,27 +25,6 @@ auto with_real(const Tensor& tensor, const char* op, const char* name, const Fn&
   AREAL_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64, op, ": expected ", name,
               " dtype in {float32, float64}, got ", dtype_name(dtype));
   return dtype == DType::kFloat64 ? fn(double{}) : fn(float{});
-}
-
-// Runs the CPU or the CUDA entry point, for the device of `like`.
-template <class Cpu, class Cuda>
-void on_device([[maybe_unused]] const Tensor& like, const Cpu& cpu, [[maybe_unused]] const Cuda& cuda) {
-#if defined(AREAL_WITH_CUDA)
-  if (like.is_cuda()) {
-    const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
-    return cuda(bind::current_cuda_stream(like.get_device_index()));
-  }
-#endif
-  cpu();
-}
-
-// cu_seqlens [S+1] as a view; its values are checked on the host only.
-Segments make_segments(const Tensor& cu_seqlens, int64_t tokens, const Tensor& like, const char* op) {
-  const int64_t size = cu_seqlens.numel();
-  AREAL_CHECK(size >= 1, op, ": expected cu_seqlens with at least 1 element, got 0");
-  const Segments segments{vector_data<const int64_t>(cu_seqlens, size, like, op, "cu_seqlens"), size - 1};
-  if (!cu_seqlens.is_cuda()) check_segments(segments, tokens, op);
-  return segments;
 }
 
 std::tuple<Tensor, Tensor> gae(const Tensor& rewards, const Tensor& values, const Tensor& cu_seqlens,

@@ -83,8 +83,6 @@ Tensor gated_backward(const Tensor& grad_y, const Tensor& gate_up) {
 Attention make_attention(const Tensor& qkv, const Tensor& table, const Tensor& cu_seqlens,
                          const OptionalTensor& cu_groups, int64_t heads, int64_t kv_heads) {
   constexpr const char* op = "attention";
-  AREAL_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1, op, ": expected cu_seqlens of shape [S + 1], got ",
-              cu_seqlens.dim(), "-D with ", cu_seqlens.numel(), " elements");
   AREAL_CHECK(heads >= 1 && kv_heads >= 1, op, ": expected heads >= 1 and kv_heads >= 1, got ", heads, " and ",
               kv_heads);
   Attention attention;
@@ -93,13 +91,11 @@ Attention make_attention(const Tensor& qkv, const Tensor& table, const Tensor& c
   attention.head_dim = rows_of(qkv, op, "qkv") >= 0 ? qkv.size(1) / (heads + 2 * kv_heads) : 0;
   AREAL_CHECK(attention.qkv_width() == qkv.size(1), op,
               ": expected qkv of (heads + 2 kv_heads) equal heads, got width ", qkv.size(1));
-  attention.sequences = {vector_data<const int64_t>(cu_seqlens, cu_seqlens.size(0), qkv, op, "cu_seqlens"),
-                         cu_seqlens.size(0) - 1};
+  attention.sequences = bind::unchecked_segments(cu_seqlens, qkv, op);
   if (cu_groups.has_value()) {
-    AREAL_CHECK(cu_groups->dim() == 1 && cu_groups->size(0) >= 1, op, ": expected cu_groups of shape [G + 1], got ",
-                cu_groups->dim(), "-D with ", cu_groups->numel(), " elements");
-    attention.cu_groups = vector_data<const int64_t>(*cu_groups, cu_groups->size(0), qkv, op, "cu_groups");
-    attention.groups = cu_groups->size(0) - 1;
+    const Segments groups = bind::unchecked_segments(*cu_groups, qkv, op, "cu_groups");
+    attention.cu_groups = groups.cu_seqlens;
+    attention.groups = groups.count;
   }
   AREAL_CHECK(table.dim() == 3 && table.size(1) == 2 && 2 * table.size(2) == attention.head_dim &&
                   table.is_contiguous() && table.scalar_type() == ScalarType::Float,

@@ -18,17 +18,6 @@ using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 constexpr const char* kOp = "ppo_loss";
 
 template <class Real>
-void run(const loss::PolicyLossArgs<Real>& args, [[maybe_unused]] const Tensor& logprobs) {
-#if defined(AREAL_WITH_CUDA)
-  if (logprobs.is_cuda()) {
-    const torch::stable::accelerator::DeviceGuard guard(logprobs.get_device_index());
-    return cuda::policy_loss(args, bind::current_cuda_stream(logprobs.get_device_index()));
-  }
-#endif
-  loss::policy_loss_cpu(args);
-}
-
-template <class Real>
 FourTensors ppo_loss_typed(const loss::PolicyLossParams& params, const Tensor& logprobs,
                            const Tensor& proximal_logprobs, const Tensor& advantages, const Tensor& loss_mask,
                            const OptionalTensor& behavior_logprobs, const OptionalTensor& ref_logprobs,
@@ -55,7 +44,8 @@ FourTensors ppo_loss_typed(const loss::PolicyLossParams& params, const Tensor& l
   args.grad_logprobs = static_cast<Real*>(std::get<2>(out).mutable_data_ptr());
   args.scale = static_cast<Real*>(std::get<3>(out).mutable_data_ptr());
   args.scratch = static_cast<double*>(scratch.mutable_data_ptr());
-  run(args, logprobs);
+  bind::on_device(
+      logprobs, [&] { loss::policy_loss_cpu(args); }, [&](void* stream) { cuda::policy_loss(args, stream); });
   return out;
 }
 

@@ -112,16 +112,11 @@ std::vector<Tensor> copy_all(const SegmentMap& map, const std::vector<Tensor>& t
     targets.push_back(empty_rows(source, map.target_rows));
     rows.push_back(make_rows(source, targets.back(), fills[i], op));
   }
-#if defined(AREAL_WITH_CUDA)
-  if (tensors[0].is_cuda()) {
-    const int32_t device = tensors[0].get_device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    cuda::copy_segments(map, rows, bind::current_cuda_stream(device));
-    return targets;
-  }
-#endif
-  check_segment_map(map, op);
-  copy_segments_cpu(map, rows);
+  const auto copy_on_cpu = [&] {
+    check_segment_map(map, op);
+    copy_segments_cpu(map, rows);
+  };
+  bind::on_device(tensors[0], copy_on_cpu, [&](void* stream) { cuda::copy_segments(map, rows, stream); });
   return targets;
 }
 
@@ -141,18 +136,10 @@ std::vector<Tensor> copy_segments(std::vector<Tensor> tensors, Tensor source_beg
   return copy_all(map, tensors, fills, op);
 }
 
-// cu_seqlens [S+1] as a host- or device-resident view; its values are checked on the host only.
-Segments make_segments(const Tensor& cu_seqlens, const Tensor& like, const char* op) {
-  const int64_t size = cu_seqlens.numel();
-  AREAL_CHECK(size >= 1, op, ": expected cu_seqlens with at least 1 element, got 0");
-  return {bind::vector_data<const int64_t>(cu_seqlens, size, like, op, "cu_seqlens"), size - 1};
-}
-
 Tensor shift_tokens(Tensor x, Tensor cu_seqlens, int64_t shift, double fill) {
   constexpr const char* op = "shift_tokens";
   AREAL_CHECK(x.dim() >= 1, op, ": expected x with at least 1 dimension, got 0");
-  const Segments segments = make_segments(cu_seqlens, x, op);
-  if (!x.is_cuda()) check_segments(segments, x.size(0), op);
+  const Segments segments = bind::make_segments(cu_seqlens, x.size(0), x, op);
   const SegmentMap map{.source_begin = segments.cu_seqlens,
                        .target_begin = segments.cu_seqlens,
                        .target_end = segments.cu_seqlens + 1,
@@ -166,18 +153,12 @@ Tensor shift_tokens(Tensor x, Tensor cu_seqlens, int64_t shift, double fill) {
 Tensor position_ids(Tensor cu_seqlens, int64_t tokens) {
   constexpr const char* op = "position_ids";
   AREAL_CHECK(tokens >= 0, op, ": expected total_tokens >= 0, got ", tokens);
-  const Segments segments = make_segments(cu_seqlens, cu_seqlens, op);
+  const Segments segments = bind::make_segments(cu_seqlens, tokens, cu_seqlens, op);
   const Tensor out = bind::empty({tokens}, ScalarType::Long, cu_seqlens);
-#if defined(AREAL_WITH_CUDA)
-  if (cu_seqlens.is_cuda()) {
-    const int32_t device = cu_seqlens.get_device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    cuda::position_ids(segments, tokens, out.mutable_data_ptr<int64_t>(), bind::current_cuda_stream(device));
-    return out;
-  }
-#endif
-  check_segments(segments, tokens, op);
-  position_ids_cpu(segments, out.mutable_data_ptr<int64_t>());
+  int64_t* data = out.mutable_data_ptr<int64_t>();
+  bind::on_device(
+      cu_seqlens, [&] { position_ids_cpu(segments, data); },
+      [&](void* stream) { cuda::position_ids(segments, tokens, data, stream); });
   return out;
 }
 
@@ -191,15 +172,9 @@ Tensor mask_extents(Tensor mask) {
   int64_t* data = out.mutable_data_ptr<int64_t>();
   const MaskExtents extents{.starts = data, .lengths = data + rows, .counts = data + 2 * rows};
   const auto* bytes = static_cast<const unsigned char*>(mask.const_data_ptr());
-#if defined(AREAL_WITH_CUDA)
-  if (mask.is_cuda()) {
-    const int32_t device = mask.get_device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    cuda::mask_extents(bytes, rows, columns, extents, bind::current_cuda_stream(device));
-    return out;
-  }
-#endif
-  mask_extents_cpu(bytes, rows, columns, extents);
+  bind::on_device(
+      mask, [&] { mask_extents_cpu(bytes, rows, columns, extents); },
+      [&](void* stream) { cuda::mask_extents(bytes, rows, columns, extents, stream); });
   return out;
 }
 
