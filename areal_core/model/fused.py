@@ -65,16 +65,26 @@ class _Decoder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, config: DecoderConfig, packing: Packing) -> Tensor:
         ctx.weights, ctx.config, ctx.packing = unflatten(flat, config), config, packing
-        hidden, ctx.kept = _forward(ctx.weights, config, packing, keep=True)
-        ctx.save_for_backward(flat)  # so that a change in between is noticed
+        hidden, kept = _forward(ctx.weights, config, packing, keep=True)
+        # Saved, the weights are checked for a change in between, and the activations go when the backward is done.
+        ctx.save_for_backward(flat, *(x for block in kept.blocks for x in block), kept.x, kept.inverse)
         return hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor | None, ...]:
-        (flat,) = ctx.saved_tensors
+        flat, *activations, x, inverse = ctx.saved_tensors
+        size = len(_KeptBlock._fields)
+        blocks = [_KeptBlock(*activations[i : i + size]) for i in range(0, len(activations), size)]
         gradient = torch.zeros_like(flat)
-        _backward(grad_hidden, ctx.kept, ctx.weights, unflatten(gradient, ctx.config), ctx.config, ctx.packing)
+        _backward(
+            grad_hidden,
+            _Kept(blocks, x, inverse),
+            ctx.weights,
+            unflatten(gradient, ctx.config),
+            ctx.config,
+            ctx.packing,
+        )
         return gradient, None, None
 
 

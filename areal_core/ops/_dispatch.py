@@ -1,10 +1,11 @@
-"""Calls into the native ops, with their errors as Python means them."""
+"""Calls into the native ops: the integer arguments they take, and their errors as Python means them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from areal_core import _C
 
@@ -24,3 +25,14 @@ def call(op: Any, *args: Any) -> Any:
         if ": expected " not in text:
             raise
         raise (TypeError if " dtype " in text else ValueError)(text) from None
+
+
+def as_int64(tensor: Tensor, op: str, name: str) -> Tensor:
+    """An integer argument (cu_seqlens, ids, lengths) as the native ops take it: int64 and contiguous.
+
+    Raises:
+        TypeError: a dtype that is not an integer one.
+    """
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(f"{op}: expected {name} of an integer dtype, got {tensor.dtype}")
+    return tensor.to(torch.int64).contiguous()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import as_int64, call
 
 
 class GAEOutput(NamedTuple):
@@ -58,7 +58,7 @@ def gae(
         torch.ops.areal_core.gae.default,
         rewards.detach().contiguous(),
         values.detach().contiguous(),
-        _int64(cu_seqlens, "gae", "cu_seqlens"),
+        as_int64(cu_seqlens, "gae", "cu_seqlens"),
         _mask(loss_mask),
         gamma,
         lam,
@@ -132,8 +132,9 @@ def compute_advantages(
         group_ids: integer [S], equal within a group; groups of any size, in any order.
         loss_mask: bool or number [T], nonzero = live. None: every token is live (and on a GPU, without logprobs
             either, T is read back from cu_seqlens: one synchronisation).
-        logprobs: float32 [T] (float64 with float64 rewards), nats, needed when beta is not 0; no gradient.
-        ref_logprobs: same, of the reference policy.
+        logprobs: float32 [T] (float64 with float64 rewards), nats, needed when beta is not 0 (else only its length
+            counts); no gradient.
+        ref_logprobs: same, of the reference policy; must be None when beta is 0.
         values: must be None: no estimator here has a critic (see gae).
         greedy_rewards: must be None: no estimator here has a greedy baseline.
         beta: weight of the KL to the reference policy.
@@ -158,11 +159,11 @@ def compute_advantages(
     Source: RLOO, arXiv 2402.14740; Dr.GRPO, arXiv 2503.20783; GRPO, arXiv 2402.03300 and 2501.12948.
     """
     estimator = _resolve(name, options)
-    _check_used(name, estimator, beta, gamma, lam, values, greedy_rewards)
+    _check_used(name, estimator, beta, gamma, lam, ref_logprobs, values, greedy_rewards)
     float64 = rewards.dtype == torch.float64
     rewards = rewards.detach() if float64 else rewards.detach().to(torch.float32)
     tokens = _token_count(loss_mask, logprobs, ref_logprobs, cu_seqlens=cu_seqlens)
-    cu_seqlens = _int64(cu_seqlens, "compute_advantages", "cu_seqlens")
+    cu_seqlens = as_int64(cu_seqlens, "compute_advantages", "cu_seqlens")
     mask = _mask(loss_mask)
     pair: tuple[Tensor | None, Tensor | None] = (None, None)
     if beta != 0:
@@ -219,6 +220,7 @@ def _check_used(
     beta: float,
     gamma: float,
     lam: float,
+    ref_logprobs: Tensor | None,
     values: Tensor | None,
     greedy_rewards: Tensor | None,
 ) -> None:
@@ -227,13 +229,15 @@ def _check_used(
         "beta": (beta != 0 and estimator.kl == "none", "0", beta),
         "gamma": (gamma != 1, "1", gamma),
         "lam": (lam != 1, "1", lam),
+        "ref_logprobs": (beta == 0 and ref_logprobs is not None, "None", "a tensor"),
         "values": (values is not None, "None", "a tensor"),
         "greedy_rewards": (greedy_rewards is not None, "None", "a tensor"),
     }
     for argument, (is_set, neutral, value) in unused.items():
         if is_set:
+            user = "beta = 0" if argument == "ref_logprobs" else name
             raise ValueError(
-                f"compute_advantages: expected {argument} = {neutral} with {name}, which does not use it, got {value}"
+                f"compute_advantages: expected {argument} = {neutral} with {user}, which does not use it, got {value}"
             )
 
 
@@ -265,14 +269,8 @@ def _mask(loss_mask: Tensor | None) -> Tensor | None:
     return None if loss_mask is None else loss_mask.to(torch.bool).contiguous()
 
 
-def _int64(tensor: Tensor, op: str, name: str) -> Tensor:
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise TypeError(f"{op}: expected {name} of an integer dtype, got {tensor.dtype}")
-    return tensor.to(torch.int64).contiguous()
-
-
 def _group_scores(rewards: Tensor, group_ids: Tensor, estimator: _Estimator) -> Tensor:
-    sorted_ids, order = torch.sort(_int64(group_ids, "compute_advantages", "group_ids"), stable=True)
+    sorted_ids, order = torch.sort(as_int64(group_ids, "compute_advantages", "group_ids"), stable=True)
     scores: Tensor = call(
         torch.ops.areal_core.group_scores.default,
         rewards.contiguous(),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import as_int64, call
 
 _ops = torch.ops.areal_core
 
@@ -29,10 +29,11 @@ def next_token_labels(input_ids: Tensor, cu_seqlens: Tensor, ignore_index: int =
 
     Raises:
         ValueError: shapes or `cu_seqlens` that do not fit T.
+        TypeError: ids or `cu_seqlens` that are not integers.
     """
-    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise TypeError(f"next_token_labels: expected an integer input_ids, got {input_ids.dtype}")
-    return _shift(input_ids.to(torch.int64), cu_seqlens, -1, ignore_index)
+    return _shift(
+        "next_token_labels", as_int64(input_ids, "next_token_labels", "input_ids"), cu_seqlens, -1, ignore_index
+    )
 
 
 def to_token_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor:
@@ -50,8 +51,9 @@ def to_token_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor
 
     Raises:
         ValueError: shapes or `cu_seqlens` that do not fit T, a fill that the dtype can't hold.
+        TypeError: `cu_seqlens` that are not integers.
     """
-    return _shift(x, cu_seqlens, 1, fill)
+    return _shift("to_token_aligned", x, cu_seqlens, 1, fill)
 
 
 def to_prediction_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor:
@@ -70,8 +72,9 @@ def to_prediction_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> T
 
     Raises:
         ValueError: shapes or `cu_seqlens` that do not fit T, a fill that the dtype can't hold.
+        TypeError: `cu_seqlens` that are not integers.
     """
-    return _shift(x, cu_seqlens, -1, fill)
+    return _shift("to_prediction_aligned", x, cu_seqlens, -1, fill)
 
 
 def position_ids(cu_seqlens: Tensor, *, total_tokens: int | None = None) -> Tensor:
@@ -86,16 +89,18 @@ def position_ids(cu_seqlens: Tensor, *, total_tokens: int | None = None) -> Tens
 
     Raises:
         ValueError: `cu_seqlens` that is not a running sum of lengths, or does not end at `total_tokens`.
+        TypeError: `cu_seqlens` that are not integers.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"position_ids: expected cu_seqlens [S+1], got {list(cu_seqlens.shape)}")
+    cu_seqlens = as_int64(cu_seqlens, "position_ids", "cu_seqlens")
     tokens = int(cu_seqlens[-1]) if total_tokens is None else total_tokens
-    out: Tensor = call(_ops.position_ids, cu_seqlens.to(torch.int64), tokens)
+    out: Tensor = call(_ops.position_ids, cu_seqlens, tokens)
     return out
 
 
-def _shift(x: Tensor, cu_seqlens: Tensor, shift: int, fill: float) -> Tensor:
-    out: Tensor = call(_ops.shift_tokens, x.contiguous(), cu_seqlens.to(torch.int64), shift, float(fill))
+def _shift(op: str, x: Tensor, cu_seqlens: Tensor, shift: int, fill: float) -> Tensor:
+    out: Tensor = call(_ops.shift_tokens, x.contiguous(), as_int64(cu_seqlens, op, "cu_seqlens"), shift, float(fill))
     return out
 
 

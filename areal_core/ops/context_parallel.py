@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import as_int64, call
 
 _ops = torch.ops.areal_core
 
@@ -31,6 +31,7 @@ def zigzag_split(x: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> T
 
     Raises:
         ValueError: a length that is no multiple of 2 cp_size (naming the sequence), a rank out of range.
+        TypeError: `cu_seqlens` that are not integers.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"zigzag_split: expected cp_rank in [0, cp_size = {cp_size}), got {cp_rank}")
@@ -54,6 +55,7 @@ def zigzag_merge(parts: Sequence[Tensor] | Tensor, cu_seqlens: Tensor) -> Tensor
 
     Raises:
         ValueError: a length that is no multiple of 2 cp_size (naming the sequence), shares that do not add up to T.
+        TypeError: `cu_seqlens` that are not integers.
     """
     cp_size = len(parts)
     if cp_size == 0:
@@ -73,7 +75,7 @@ def _chunks(op: str, tokens: int, cu_seqlens: Tensor, cp_size: int) -> tuple[Ten
         raise ValueError(
             f"{op}: expected cu_seqlens [S+1] and cp_size >= 1, got {list(cu_seqlens.shape)} and {cp_size}"
         )
-    cu = cu_seqlens.to(torch.int64)
+    cu = as_int64(cu_seqlens, op, "cu_seqlens")
     lengths = cu.diff()
     if cu.device.type == "cpu":
         if int(cu[-1]) != tokens:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import as_int64, call
 
 _CHOICES = {
     "ratio_level": ("token",),
@@ -239,7 +239,8 @@ def ppo_loss(
         behavior_logprobs: same dtype [T], of the policy that produced the tokens.
         ref_logprobs: same dtype [T], of the reference policy: for kl_coef, and for statistics when that is 0.
         entropy: same dtype [T], nats, of the current policy; differentiable when entropy_coef is not 0.
-        cu_seqlens: int32 or int64 [S+1]. Token-level losses do not depend on it.
+        cu_seqlens: int32 or int64 [S+1], checked against T on the CPU, outside a compiled graph. Token-level losses
+            do not depend on it.
         normalizer: > 0; number or one-element tensor (not read back). None: the live tokens of this call. Give the
             live tokens of the global batch, so that micro-batch losses add up to the loss of the batch.
         config: the variant.
@@ -261,11 +262,8 @@ def ppo_loss(
     Source: PPO, arXiv 1707.06347, eq. 7; decoupled objective, arXiv 2110.00641; dual clip, arXiv 1912.09729.
     """
     _check_inputs(behavior_logprobs, ref_logprobs, entropy, config)
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(
-            "ppo_loss: expected cu_seqlens int32 or int64 of shape [S+1], "
-            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        )
+    if cu_seqlens is not None:
+        _check_cu_seqlens(as_int64(cu_seqlens, "ppo_loss", "cu_seqlens"), logprobs.shape[0] if logprobs.dim() else 0)
     optional = (behavior_logprobs, ref_logprobs, entropy)
     loss, stats, _, _ = call(
         torch.ops.areal_core.ppo_loss.default,
@@ -292,6 +290,19 @@ def _check_inputs(
     for name, tensor, option, wanted in needs:
         if wanted and tensor is None:
             raise ValueError(f"ppo_loss: expected {name} with {option} set, got None")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
+    """Check the layout, and its values where that does not wait for a GPU."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"ppo_loss: expected cu_seqlens [S+1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"ppo_loss: expected non-decreasing cu_seqlens from 0 to {tokens} (number of packed tokens), "
+            f"got {cu_seqlens.tolist()}"
+        )
 
 
 def _normalizer_tensor(normalizer: float | Tensor | None, like: Tensor) -> Tensor | None:

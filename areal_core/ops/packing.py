@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import as_int64, call
 
 Fill = float | Mapping[str, float]
 _ops = torch.ops.areal_core
@@ -82,6 +82,7 @@ def pack(
 
     Raises:
         ValueError: a mask row with a hole, a shape that does not fit (naming the key), a length out of range.
+        TypeError: lengths that are not integers.
     """
     mask, lengths = _split_layout(attention_mask, lengths)
     unknown = set(per_sequence) - set(batch)
@@ -91,7 +92,7 @@ def pack(
         width = mask.shape[1]
         starts, counts = _mask_extents(mask)
     else:
-        counts = torch.as_tensor(lengths, device="cpu").to(torch.int64)
+        counts = _host_lengths(lengths)
         width = _common_width(batch, counts, per_sequence)
         _check_lengths(counts, width)
         _check_choice("pack", "padding", padding, ("right", "left"))
@@ -136,7 +137,7 @@ def select_sequences(
     per_token = _check_packed("select_sequences", packed)
     return _assemble(
         "select_sequences",
-        {k: v if k in per_token else v[chosen.to(v.device)] for k, v in packed.data.items()},
+        {k: v if k in per_token else v[_to_device(chosen, v.device)] for k, v in packed.data.items()},
         packed.per_sequence,
         packed.cu_seqlens.device,
         source_begin=_begins(packed)[chosen],
@@ -179,7 +180,7 @@ def merge_microbatches(
     begins = torch.cat([base + _begins(part) for base, part in zip(bases, parts, strict=False)])
     return _assemble(
         "merge_microbatches",
-        {k: v[inverse.to(v.device)] if k in parts[0].per_sequence else v for k, v in tensors.items()},
+        {k: v[_to_device(inverse, v.device)] if k in parts[0].per_sequence else v for k, v in tensors.items()},
         parts[0].per_sequence,
         parts[0].cu_seqlens.device,
         source_begin=begins[inverse],
@@ -257,6 +258,19 @@ def _mask_extents(mask: Tensor) -> tuple[Tensor, Tensor]:
             f"{int(spans[row])} in row {row}"
         )
     return starts, counts
+
+
+def _host_lengths(lengths: Tensor | Sequence[int] | None) -> Tensor:
+    """The lengths as int64 on the host: a copy, which the caller's later changes do not reach."""
+    assert lengths is not None  # without a mask there are lengths
+    if not isinstance(lengths, Tensor):
+        lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
+    return as_int64(lengths, "pack", "lengths").to("cpu", copy=True)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small host tensor on the device, without waiting for it: only a copy from pinned memory is asynchronous."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _common_width(batch: Mapping[str, Tensor], lengths: Tensor, per_sequence: Collection[str]) -> int:
@@ -344,7 +358,7 @@ def _assemble(
     copied = _copy_segments(per_token, index, total, _fills(op, per_token, fill))
     return PackedBatch(
         data={k: copied.get(k, v) for k, v in tensors.items()},
-        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+        cu_seqlens=_to_device(cu_seqlens, device),
         lengths=lengths,
         max_seqlen=max(int(lengths.max()) if sequences else 0, total - tokens),
         total_tokens=total,
@@ -360,7 +374,7 @@ def _copy_segments(
     if not tensors:
         return {}
     rows = [v.contiguous() for v in tensors.values()]
-    source_begin, target_begin, target_end = torch.stack(index).to(rows[0].device, non_blocking=True)
+    source_begin, target_begin, target_end = _to_device(torch.stack(index), rows[0].device)
     copied = call(_ops.copy_segments, rows, source_begin, target_begin, target_end, target_rows, fills)
     return dict(zip(tensors, copied, strict=True))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from areal_core import _C
-from areal_core.model import DecoderConfig, PackedDecoder, layers
+from areal_core.model import DecoderConfig, PackedDecoder, fused, layers
 from areal_core.model.flat import unflatten
 
 from .small_models import CONFIGS, make_model
@@ -157,3 +159,22 @@ def test_a_layout_that_does_not_fit_is_refused(
     groups = None if cu_groups is None else torch.tensor(cu_groups)
     with pytest.raises(ValueError, match=message):
         model(torch.zeros(5, dtype=torch.int64), torch.tensor(cu_seqlens), cu_groups=groups)
+
+
+def test_the_activations_go_with_the_backward_and_not_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[Tensor]] = []
+    forward = fused._forward
+
+    def watched_forward(*args: Any, **options: Any) -> Any:
+        hidden, saved = forward(*args, **options)
+        kept.extend(weakref.ref(x) for x in (*saved.blocks[0], *saved.blocks[1], saved.x, saved.inverse))
+        return hidden, saved
+
+    monkeypatch.setattr(fused, "_forward", watched_forward)
+    model = make_model(CONFIGS["llama"])
+    loss = model(*packed_input(model.config, [5, 7])).sum()
+    assert kept
+    assert all(x() is not None for x in kept)
+    loss.backward()
+    assert loss.grad_fn is not None
+    assert all(x() is None for x in kept)

@@ -1,9 +1,12 @@
 """Shifts inside sequences and position ids."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from areal_core import ops
 from areal_core.reference import packing as reference
@@ -157,7 +160,7 @@ def test_broken_cu_seqlens(cu: list[int], message: str) -> None:
 
 
 def test_broken_values() -> None:
-    with pytest.raises(TypeError, match=r"integer input_ids, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"input_ids of an integer dtype, got torch\.float32"):
         ops.next_token_labels(torch.zeros(6), CU)
     with pytest.raises(ValueError, match="integer fill"):
         ops.to_token_aligned(torch.zeros(6, dtype=torch.int64), CU, 0.5)
@@ -165,3 +168,21 @@ def test_broken_values() -> None:
         ops.to_token_aligned(torch.zeros(()), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         ops.to_token_aligned(torch.zeros(6), CU[None])
+
+
+@pytest.mark.parametrize(
+    ("op", "function"),
+    [
+        ("next_token_labels", lambda cu: ops.next_token_labels(torch.arange(4), cu)),
+        ("to_token_aligned", lambda cu: ops.to_token_aligned(torch.ones(4), cu)),
+        ("to_prediction_aligned", lambda cu: ops.to_prediction_aligned(torch.ones(4), cu)),
+        ("position_ids", ops.position_ids),
+        ("zigzag_split", lambda cu: ops.zigzag_split(torch.ones(4), cu, 1, 0)),
+        ("zigzag_merge", lambda cu: ops.zigzag_merge([torch.ones(4)], cu)),
+    ],
+)
+def test_cu_seqlens_may_have_strides_but_no_fractions(op: str, function: Callable[[Tensor], Tensor]) -> None:
+    strided = torch.tensor([0, 9, 2, 9, 4, 9])[::2]
+    assert torch.equal(function(strided), function(torch.tensor([0, 2, 4], dtype=torch.int32)))
+    with pytest.raises(TypeError, match=f"{op}: expected cu_seqlens of an integer dtype"):
+        function(torch.tensor([0.0, 2.5, 4.0]))

@@ -314,3 +314,13 @@ def test_native_checks(index: tuple[list[int], ...], message: str) -> None:
     begins = [torch.tensor(v) for v in index]
     with pytest.raises(Exception, match=message):
         torch.ops.areal_core.copy_segments([torch.ones(9)], *begins, 7, [0.0])
+
+
+def test_lengths_are_copied_and_must_be_integers() -> None:
+    lengths = torch.tensor([2, 1])
+    packed = ops.pack({"x": torch.zeros(2, 3)}, lengths)
+    lengths[0] = 3
+    assert packed.lengths.tolist() == [2, 1]
+    for wrong in (torch.tensor([2.0, 1.5]), torch.tensor([True, True]), [2.5, 1]):
+        with pytest.raises(TypeError, match="pack: expected lengths of an integer dtype"):
+            ops.pack({"x": torch.zeros(2, 3)}, lengths=wrong)  # type: ignore[arg-type]
