@@ -7,12 +7,13 @@ so sequence s is the tokens [cu_seqlens[s], cu_seqlens[s+1]). Empty sequences ar
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._segments import copy_segments, to_device
 
 Fill = float | Mapping[str, float]
 _ops = torch.ops.areal_core
@@ -137,7 +138,7 @@ def select_sequences(
     per_token = _check_packed("select_sequences", packed)
     return _assemble(
         "select_sequences",
-        {k: v if k in per_token else v[_to_device(chosen, v.device)] for k, v in packed.data.items()},
+        {k: v if k in per_token else v[to_device(chosen, v.device)] for k, v in packed.data.items()},
         packed.per_sequence,
         packed.cu_seqlens.device,
         source_begin=_begins(packed)[chosen],
@@ -180,7 +181,7 @@ def merge_microbatches(
     begins = torch.cat([base + _begins(part) for base, part in zip(bases, parts, strict=False)])
     return _assemble(
         "merge_microbatches",
-        {k: v[_to_device(inverse, v.device)] if k in parts[0].per_sequence else v for k, v in tensors.items()},
+        {k: v[to_device(inverse, v.device)] if k in parts[0].per_sequence else v for k, v in tensors.items()},
         parts[0].per_sequence,
         parts[0].cu_seqlens.device,
         source_begin=begins[inverse],
@@ -226,7 +227,7 @@ def unpack(
         target_begin = target_begin + width - packed.lengths
     fills = _fills("unpack", per_token, fill)
     index = (_begins(packed), target_begin, target_begin + packed.lengths)
-    padded = _copy_segments(per_token, index, rows, fills)
+    padded = copy_segments(per_token, index, rows, fills)
     shape = (packed.num_sequences, width)
     return {k: padded[k].reshape(*shape, *v.shape[1:]) if k in padded else v for k, v in packed.data.items()}
 
@@ -266,11 +267,6 @@ def _host_lengths(lengths: Tensor | Sequence[int] | None) -> Tensor:
     if not isinstance(lengths, Tensor):
         lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
     return as_int64(lengths, "pack", "lengths").to("cpu", copy=True)
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small host tensor on the device, without waiting for it: only a copy from pinned memory is asynchronous."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _common_width(batch: Mapping[str, Tensor], lengths: Tensor, per_sequence: Collection[str]) -> int:
@@ -355,10 +351,10 @@ def _assemble(
     cu_seqlens[sequences + 1 :] = total
     index = (source_begin, cu_seqlens[:sequences], cu_seqlens[1 : sequences + 1])
     per_token = {k: v for k, v in tensors.items() if k not in per_sequence}
-    copied = _copy_segments(per_token, index, total, _fills(op, per_token, fill))
+    copied = copy_segments(per_token, index, total, _fills(op, per_token, fill))
     return PackedBatch(
         data={k: copied.get(k, v) for k, v in tensors.items()},
-        cu_seqlens=_to_device(cu_seqlens, device),
+        cu_seqlens=to_device(cu_seqlens, device),
         lengths=lengths,
         max_seqlen=max(int(lengths.max()) if sequences else 0, total - tokens),
         total_tokens=total,
@@ -367,48 +363,8 @@ def _assemble(
     )
 
 
-def _copy_segments(
-    tensors: dict[str, Tensor], index: tuple[Tensor, Tensor, Tensor], target_rows: int, fills: list[float]
-) -> dict[str, Tensor]:
-    """Run the native copy on tensors of rows; `index` is (source_begin, target_begin, target_end) on the host."""
-    if not tensors:
-        return {}
-    rows = [v.contiguous() for v in tensors.values()]
-    source_begin, target_begin, target_end = _to_device(torch.stack(index), rows[0].device)
-    copied = call(_ops.copy_segments, rows, source_begin, target_begin, target_end, target_rows, fills)
-    return dict(zip(tensors, copied, strict=True))
-
-
-# --- fake kernels and gradients ---------------------------------------------------------------------------------------
-
-
-def _fake_copy_segments(
-    tensors: list[Tensor], source_begin: Tensor, target_begin: Tensor, target_end: Tensor, rows: int, fills: list[float]
-) -> list[Tensor]:
-    return [x.new_empty((rows, *x.shape[1:])) for x in tensors]
-
-
 def _fake_mask_extents(mask: Tensor) -> Tensor:
     return mask.new_empty((3, mask.shape[0]), dtype=torch.int64)
 
 
-def _copy_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, source_begin, target_begin, target_end, _, _ = inputs
-    ctx.save_for_backward(source_begin, target_begin, target_end)
-    ctx.source_rows = tensors[0].shape[0]
-
-
-def _copy_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    # The transposed copy. Targets must be ordered: by begin + end, which puts an empty segment before its neighbour.
-    source_begin, target_begin, target_end = ctx.saved_tensors
-    source_end = source_begin + (target_end - target_begin)
-    order = torch.argsort(source_begin + source_end)
-    index = (target_begin[order], source_begin[order], source_end[order])
-    present = [g.contiguous() for g in grads if g is not None]
-    copied = iter(_ops.copy_segments(present, *index, ctx.source_rows, [0.0] * len(present)) if present else [])
-    return [None if g is None else next(copied) for g in grads], None, None, None, None, None
-
-
-torch.library.register_fake("areal_core::copy_segments", _fake_copy_segments)
 torch.library.register_fake("areal_core::mask_extents", _fake_mask_extents)
-torch.library.register_autograd("areal_core::copy_segments", _copy_backward, setup_context=_copy_setup)
