@@ -7,7 +7,9 @@ names the key as the user wrote it (``rollout.eta``). See docs/configuration.md 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -275,6 +277,18 @@ class Config:
             f"at most rollout.batch_groups * rollout.group_size = {batch * self.rollout.group_size}",
             self.train.minibatches,
         )
+
+    def check_resumes(self, identity: Mapping[str, Any]) -> None:
+        """Raise ConfigError naming a setting that differs from the `identity` of the run being resumed."""
+        for key, now in self.identity.items():
+            if key in identity and identity[key] != now:
+                raise ConfigError(f"{key}: a resumed run must keep its value {identity[key]!r}, got {now!r}")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that groups in flight depend on, by key: they cannot change when a run is resumed."""
+        task = json.dumps([self.task.name, self.task.options], sort_keys=True, default=str)
+        return {"seed": self.seed, "task": task, "rollout.group_size": self.rollout.group_size}
 
     def to_dict(self) -> dict[str, Any]:
         """A plain mapping that `load_config` reads back to an equal Config."""

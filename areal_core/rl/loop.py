@@ -14,18 +14,16 @@ Version v is the policy after v training batches; batch v trains version v into 
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from areal_core.assets import resolve_model
-from areal_core.errors import ArealError, CheckpointError, ConfigError
+from areal_core.errors import ArealError, CheckpointError
 from areal_core.model import load_model, load_tokenizer, save_model
 from areal_core.rl.checkpoint import load_latest, save_checkpoint
 from areal_core.rl.config import Config
@@ -100,7 +98,7 @@ class Run:
         if resume and saved is None:
             raise CheckpointError(f"{self.checkpoints}: no checkpoint to resume from")
         self.version, state, model_dir = saved or (0, {}, resolve_model(config.model.path))
-        _check_same_run(config, state)
+        config.check_resumes(state.get("identity", {}))
         self.tokenizer = load_tokenizer(model_dir)
         self.model = load_model(model_dir)
         self.task = get_task(config.task.name, **config.task.options)
@@ -246,7 +244,7 @@ class Run:
             "rollout": self.rollout.state_dict(),
             "before": self.before,
             "elapsed_s": self.recorder.elapsed_s,
-            "identity": _identity(self.config),
+            "identity": self.config.identity,
         }
         keep = self.config.checkpoint.keep
         path = save_checkpoint(self.checkpoints, self.version, state, save_policy, keep=keep)
@@ -287,19 +285,3 @@ class Run:
 
     def _training_problem(self, index: int) -> Problem:
         return self.task.problem(index, seed=self.config.seed)
-
-
-def _identity(config: Config) -> dict[str, Any]:
-    """The settings that pending groups depend on: they cannot change when a run is resumed."""
-    return {
-        "seed": config.seed,
-        "task": json.dumps([config.task.name, config.task.options], sort_keys=True, default=str),
-        "rollout.group_size": config.rollout.group_size,
-    }
-
-
-def _check_same_run(config: Config, state: Mapping[str, Any]) -> None:
-    for key, before in state.get("identity", {}).items():
-        now = _identity(config)[key]
-        if now != before:
-            raise ConfigError(f"{key}: a resumed run must keep its value {before!r}, got {now!r}")

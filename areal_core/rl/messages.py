@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from areal_core.generate.engine import GeneratedSample
 from areal_core.tasks import Problem
+from areal_core.telemetry import Span
 
 __all__ = ["GeneratorReport", "PromptRequest", "SampleBatch", "Stop"]
 
@@ -96,6 +96,6 @@ class GeneratorReport:
     version: int
     samples: SampleBatch | None = None
     counters: dict[str, float] = field(default_factory=dict)
-    spans: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     verifier_error: str = ""
     error: str = ""

@@ -16,7 +16,6 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from areal_core.rl.config import GenerateConfig, RolloutConfig, TaskConfig
 from areal_core.rl.messages import GeneratorReport, PromptRequest, SampleBatch, Stop
 from areal_core.rl.workflow import SingleTurnWorkflow
 from areal_core.tasks import Problem, get_task
+from areal_core.telemetry import SpanRecorder, now_us
 
 __all__ = ["GeneratorSpec", "generator_main"]
 
@@ -178,7 +178,7 @@ class Generator:
                     "prefill_tokens": stats.prefill_tokens,
                     **self.activity.seconds(),
                 },
-                spans=self.activity.take_spans(),
+                spans=self.activity.spans.drain(),
                 verifier_error=self.workflow.last_error,
             )
         )
@@ -196,8 +196,8 @@ class _Activity:
 
     def __init__(self) -> None:
         self._kind = "start"
-        self._since_us = _now_us()
-        self._spans: list[tuple[str, str, int, int, dict[str, Any]]] = []
+        self._since_us = now_us()
+        self.spans = SpanRecorder()
         self._us: dict[str, int] = {"generate": 0, "weight_update": 0, "idle": 0}
 
     def enter(self, kind: str) -> None:
@@ -205,21 +205,13 @@ class _Activity:
             self._close(kind)
 
     def seconds(self) -> dict[str, float]:
-        now = _now_us()
+        now = now_us()
         running = {self._kind: now - self._since_us}
         return {f"{kind}_s": (us + running.get(kind, 0)) / 1e6 for kind, us in self._us.items()}
 
-    def take_spans(self) -> list[tuple[str, str, int, int, dict[str, Any]]]:
-        spans, self._spans = self._spans, []
-        return spans
-
     def _close(self, next_kind: str) -> None:
-        now = _now_us()
+        now = now_us()
         if self._kind in self._us:
             self._us[self._kind] += now - self._since_us
-            self._spans.append(("engine", self._kind, self._since_us, now - self._since_us, {}))
+            self.spans.add("engine", self._kind, self._since_us, now - self._since_us)
         self._kind, self._since_us = next_kind, now
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1000
