@@ -42,6 +42,8 @@ $(VENV)/.torch: | python
 $(VENV)/.installed: $(VENV)/.torch $(sources) | compiler
 	@echo "building areal_core (a minute or two)"
 	$(bin)/pip install --quiet .
+	@# Python started in this folder finds the source tree before the installed package: give it the native module too.
+	@cp $(VENV)/lib/python*/site-packages/areal_core/_C.*.so areal_core/
 	@touch $@
 
 $(VENV)/.test-requirements: pyproject.toml $(VENV)/.installed

@@ -119,6 +119,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     config = load_config(None, [f"model.path={args.model}", *args.overrides])
     for name, value in evaluate_model(config).items():
+        if name == "eval/version":  # of a run; a directory has none
+            continue
         print(f"{name.removeprefix('eval/'):34} {value:.4f}")
     return 0
 
