@@ -23,7 +23,7 @@ from torch import Tensor
 from areal_core.generate import EmbeddedEngine, GenerateRequest, SamplingParams
 from areal_core.model import DecoderConfig
 
-from harness import Bench, Provider, argument_parser, assert_close
+from harness import Bench, Provider, argument_parser, assert_close, refuse
 
 GROUP = 8
 MODELS = {
@@ -183,7 +183,14 @@ def generation_case(bench: Bench, config: DecoderConfig, weights: dict[str, Tens
         "torch sampler": lambda: sampler.generate(prompts, new_tokens, greedy=False),
         "areal_core": lambda: ours.generate(prompts, new_tokens, greedy=False, group=group),
     }
-    done = bench.compare(f"{args.model} {args.dtype}, {rows} rows x {new_tokens} tokens", providers, check=check)
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    done = bench.compare(
+        f"{args.model} {args.dtype}, {rows} rows x {new_tokens} tokens",
+        providers,
+        check=check,
+        read_bytes=4 * parameters * new_tokens,  # every step reads every weight
+        flops=2 * parameters * rows * new_tokens,  # without attention and the prompts
+    )
     for name, row in done.items():
         row["tokens_per_s"] = rows * new_tokens / row["median_ms"] * 1e3
         row["us_per_token"] = 1e3 * row["best_ms"] / (rows * new_tokens)
@@ -215,7 +222,15 @@ def update_case(bench: Bench, config: DecoderConfig, weights: dict[str, Tensor],
         "areal_core recompute": lambda: ours.engine.load_weights(weights, next(versions), "recompute"),
     }
     before = dict.fromkeys(providers, start)
-    bench.compare(f"{args.model} {args.dtype}, update, {rows} in flight", providers, check=check, before=before)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    bench.compare(
+        f"{args.model} {args.dtype}, update, {rows} in flight",
+        providers,
+        check=check,
+        read_bytes=size,
+        written_bytes=size,
+        before=before,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -231,6 +246,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    refuse(args, "bench_generate", "device")
     bench = Bench("generate", args)
     config = MODELS[args.model]
     weights = random_weights(config, getattr(torch, args.dtype))

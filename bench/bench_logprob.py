@@ -19,6 +19,8 @@ from areal_core.reference.logprob import logprob_from_logits as oracle
 from harness import Bench, argument_parser, assert_close
 
 CHECKED_ROWS = 4
+FORWARD_FLOPS = 5  # per logit: scale, subtract, exp, two sums
+BACKWARD_FLOPS = 6  # the same exp, then a (1{j=y} - p) - b p (ln p + entropy)
 
 
 def eager_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ def forward_cases(bench: Bench, logits: Tensor, labels: Tensor, title: str, comp
         "ours (with entropy)": lambda: ours(logits, labels),
     }
     with torch.no_grad():
-        bench.compare(f"{title}: logprob, forward", providers, check=check, read_bytes=size)
+        flops = FORWARD_FLOPS * logits.numel()
+        bench.compare(f"{title}: logprob, forward", providers, check=check, read_bytes=size, flops=flops)
         providers = {
             "torch log_softmax, gather, entropy": lambda: eager_with_entropy(logits, labels),
             "ours": lambda: ours(logits, labels),
@@ -71,7 +74,7 @@ def forward_cases(bench: Bench, logits: Tensor, labels: Tensor, title: str, comp
         if compiled:
             fused = torch.compile(eager_with_entropy, dynamic=False)
             providers["torch.compile of the first"] = lambda: fused(logits, labels)
-        bench.compare(f"{title}: logprob and entropy, forward", providers, check=check, read_bytes=size)
+        bench.compare(f"{title}: logprob and entropy, forward", providers, check=check, read_bytes=size, flops=flops)
 
 
 def backward_case(bench: Bench, logits: Tensor, labels: Tensor, title: str, compiled: bool, entropy: bool) -> None:
@@ -99,7 +102,8 @@ def backward_case(bench: Bench, logits: Tensor, labels: Tensor, title: str, comp
         check=check,
         read_bytes=2 * size,
         written_bytes=size,
-        before=restore,  # type: ignore[arg-type]
+        flops=(FORWARD_FLOPS + BACKWARD_FLOPS) * logits.numel(),
+        before=restore,
     )
 
 

@@ -9,7 +9,6 @@ accuracy, and where the trainer's time goes. Evaluation is switched off in the t
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 from areal_core.telemetry import read_metrics
 
-from harness import save_results  # bench/ is on sys.path when a bench is run as a script
+from harness import argument_parser, draw, refuse, save_results  # bench/ is on sys.path when run as a script
 
 MODES = {
     "sync": ["rollout.eta=0"],
@@ -79,27 +78,42 @@ def time_to(rows: list[dict[str, Any]], accuracy: float, window: int = 5) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser((__doc__ or "").splitlines()[0])
+    parser.set_defaults(repeats=2, threads=1)  # repeats: rounds over all modes, each with another seed
     parser.add_argument("--config", help="YAML file (default: the embedded default)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--skip", type=int, default=5, help="steps not timed at the start")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds over all modes, each with another seed")
     parser.add_argument("--accuracy", type=float, default=0.8)
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
+    refuse(args, "bench_loop", "device", "cold")
 
+    threads = [f"generate.threads={args.threads}", f"train.threads={args.threads}"]
     results: dict[str, list[dict[str, float]]] = {mode: [] for mode in args.modes}
-    for seed in range(args.rounds):
+    for seed in range(args.seed, args.seed + args.repeats):
         for mode in args.modes:
-            rows = run(args.config, [*MODES[mode], *args.overrides], args.steps, seed)
+            rows = run(args.config, [*threads, *MODES[mode], *args.overrides], args.steps, seed)
             results[mode].append(summarize(rows, args.skip, args.accuracy))
             print(
                 f"round {seed} {mode}: {json.dumps({k: round(v, 4) for k, v in results[mode][-1].items()})}", flush=True
             )
     medians = {mode: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for mode, runs in results.items()}
     print(table(medians))
-    save_results("loop", {"arguments": vars(args), "medians": medians, "rounds": results})
+    drawn = step_rows(results)
+    if not args.no_save:
+        save_results("loop", {"medians": medians, "rounds": results, "rows": drawn}, args)
+    draw("loop", drawn, args)
+
+
+def step_rows(results: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Time of a step by mode, as the rows of other benches have it."""
+    rows = []
+    for mode, runs in results.items():
+        times = [1e3 * r["s/step"] for r in runs]
+        row = {"case": "a step of the loop", "provider": mode, "copy_share": None}
+        rows.append(row | {"median_ms": statistics.median(times), "best_ms": min(times), "worst_ms": max(times)})
+    return [row | {"speedup": rows[0]["median_ms"] / row["median_ms"]} for row in rows]
 
 
 def table(medians: dict[str, dict[str, float]]) -> str:

@@ -18,6 +18,7 @@ from areal_core.reference import loss as reference
 from harness import Bench, argument_parser, assert_close, reuse_freed_memory
 
 CONFIG = PPOLossConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, behavior_cap=5.0)
+FLOPS = 40  # per token, about: two exp, two ratios, clips, the gradient, twelve statistics
 LIVE = 0.8  # share of tokens that the loss mask keeps
 
 
@@ -123,6 +124,7 @@ def run_case(bench: Bench, tokens: int, device: str, compiled: bool) -> None:
         check=check,
         read_bytes=21 * tokens,
         written_bytes=8 * tokens,
+        flops=FLOPS * tokens,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_core import ops
 from areal_core.reference.packing import first_fit_decreasing
 
-from harness import Bench, argument_parser
+from harness import Bench, argument_parser, refuse
 
 CAP_TOKENS = 32768
 TensorDict = dict[str, Tensor]
@@ -65,19 +65,6 @@ def check_equal(truth: Any) -> Callable[[str, Any], None]:
     return check
 
 
-def compare(
-    bench: Bench, case: str, providers: dict[str, Callable[[], Any]], **options: Any
-) -> dict[str, dict[str, Any]]:
-    """`bench.compare`, with the ratio of the best runs too: calls this short are easily hit by a busy neighbour."""
-    rows = bench.compare(case, providers, **options)
-    baseline = next(iter(rows.values()))
-    for row in rows.values():
-        row["best_speedup"] = baseline["best_ms"] / row["best_ms"]
-    best = ", ".join(f"{name} {row['best_ms']:.3f} ms ({row['best_speedup']:.1f}x)" for name, row in rows.items())
-    print(f"  best runs: {best}")
-    return rows
-
-
 def layout_cases(bench: Bench, sequences: int, width: int) -> None:
     lengths = lognormal_lengths(sequences, width / 4, width)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
@@ -87,8 +74,7 @@ def layout_cases(bench: Bench, sequences: int, width: int) -> None:
     token_bytes = sum(v.element_size() for v in batch.values())
     tokens, cells = sum(lengths), sequences * width
     title = f"{sequences} sequences, {tokens:,} tokens of {cells:,}, {len(batch)} keys"
-    compare(
-        bench,
+    bench.compare(
         f"pack: {title}",
         {
             "loop over sequences": lambda: loop_pack(batch, mask),
@@ -100,8 +86,7 @@ def layout_cases(bench: Bench, sequences: int, width: int) -> None:
         read_bytes=tokens * token_bytes,
         written_bytes=tokens * token_bytes,
     )
-    compare(
-        bench,
+    bench.compare(
         f"unpack: {title}",
         {
             "loop over sequences": lambda: loop_unpack(packed.data, lengths, width),
@@ -111,8 +96,7 @@ def layout_cases(bench: Bench, sequences: int, width: int) -> None:
         read_bytes=tokens * token_bytes,
         written_bytes=cells * token_bytes,
     )
-    compare(
-        bench,
+    bench.compare(
         f"next-token labels: {title}",
         {
             "loop over sequences": lambda: loop_labels(packed["input_ids"], lengths),
@@ -145,7 +129,8 @@ def allocation_case(bench: Bench, count: int) -> None:
         providers[f"allocate_microbatches, {method}"] = partial(
             ops.allocate_microbatches, lengths, CAP_TOKENS, method=method
         )
-    rows = compare(bench, f"allocate {count} lengths into bins of {CAP_TOKENS}", providers, check=check)
+    title = f"allocate {count} lengths into bins of {CAP_TOKENS}"
+    rows = bench.compare(title, providers, check=check, read_bytes=8 * count, written_bytes=8 * count)
     for name, row in rows.items():
         row["bins"], row["bins_bound"] = bins[name], bound
     print(f"  bins {sorted(set(bins.values()))}, at least {bound} by tokens")
@@ -157,8 +142,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="padded length, tokens")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="lengths to allocate")
     args = parser.parse_args()
-    if args.device != "cpu":
-        parser.error("bench_packing measures the CPU only")
+    refuse(args, "bench_packing", "device")
     bench = Bench("packing", args)
     for sequences in args.sequences:
         layout_cases(bench, sequences, args.width)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -33,9 +34,9 @@ from torch import Tensor
 
 from areal_core.reshard import VersionStore
 
-from harness import Bench, argument_parser  # bench/ is on sys.path when a bench is run as a script
+from harness import Bench, argument_parser, refuse  # bench/ is on sys.path when a bench is run as a script
 
-CASES = {"350 KB": 350_000, "64 MiB": 64 << 20, "512 MiB": 512 << 20}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 Weights = dict[str, Tensor]
 
 NON_TEMPORAL_COPY = r"""
@@ -80,6 +81,13 @@ class NonTemporalCopy:
         else:
             list(self._pool.map(lambda job: self._copy(*job), jobs))
         return target
+
+
+def parse_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMG]?i?B)", text)
+    if match is None or match[2] not in UNITS:
+        raise SystemExit(f"--sizes: expected a number and one of {', '.join(UNITS)}, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def model_weights(total_bytes: int, seed: int = 0) -> Weights:
@@ -178,7 +186,7 @@ def bench_one_process(bench: Bench, case: str, weights: Weights, bound: NonTempo
             "VersionStore.publish(verify=True)": lambda: publish(verify=True),
             "torch.save to /dev/shm": save,
         }
-        bench.compare(f"write {case}", writers, check=check)
+        bench.compare(f"write {case}", writers, check=check, read_bytes=total, written_bytes=total)
         readers: dict[str, Callable[[], Any]] = {
             "non-temporal copy (the bound)": lambda: bound(private, shared),
             "pin, copy_into (verifies)": read,
@@ -188,7 +196,7 @@ def bench_one_process(bench: Bench, case: str, weights: Weights, bound: NonTempo
             "torch.load, copy": lambda: copy_into(own, torch.load(file)),
             "torch.load(mmap=True), copy": lambda: copy_into(own, torch.load(file, mmap=True)),
         }
-        bench.compare(f"read {case}", readers, check=check)
+        bench.compare(f"read {case}", readers, check=check, read_bytes=total, written_bytes=total)
 
 
 def now() -> float:
@@ -299,13 +307,15 @@ def void(_: object) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__ or "")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser = argument_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=["350KB", "64MiB", "512MiB"], help="bytes of the weights")
     parser.add_argument("--rounds", type=int, default=22, help="versions sent between two processes, 2 of them untimed")
-    bench = Bench("publish", args := parser.parse_args())
+    args = parser.parse_args()
+    refuse(args, "bench_publish", "device")
+    bench = Bench("publish", args)
     bound = NonTemporalCopy(args.threads)
-    for case in args.cases:
-        weights = model_weights(CASES[case])
+    for case in args.sizes:
+        weights = model_weights(parse_bytes(case))
         bench_one_process(bench, case, weights, bound)
         bench_two_processes(bench, case, weights, args.rounds)
     bench.save()

@@ -68,6 +68,7 @@ def gae_case(bench: Bench, sequences: int, length: int, device: str, masked: boo
         check=check,
         read_bytes=tokens * (9 if masked else 8),
         written_bytes=8 * tokens,
+        flops=6 * tokens,  # delta, two multiply-adds of the recurrence, the return
     )
 
 
@@ -99,6 +100,7 @@ def group_case(bench: Bench, sequences: int, length: int, device: str) -> None:
         check=lambda name, result: assert_close(name, result, truth, 1e-5),
         read_bytes=tokens,
         written_bytes=4 * tokens,
+        flops=6 * sequences,  # mean, variance, division
     )
 
 

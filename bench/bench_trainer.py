@@ -26,7 +26,7 @@ from areal_core.rl.data import Group, Trajectory
 from areal_core.rl.trainer import Trainer
 from areal_core.tasks import ChainArithmetic
 
-from harness import Bench, argument_parser, assert_close
+from harness import Bench, argument_parser, assert_close, refuse
 
 VERSION = 7
 CPU = torch.device("cpu")
@@ -129,17 +129,22 @@ class MinibatchCase:
 
         return run
 
-    def products(self, backward: bool) -> Callable[[], None]:
-        """Operands of the shapes of the shared pack; forward: x W', backward: dy W and dy' x."""
+    def product_shapes(self) -> list[tuple[int, int, int]]:
+        """(rows, outputs, inputs) of every matrix product of the shared pack's forward."""
         config, tokens = self.model.config, len(self.shared.input_ids)
         shapes = [(config.q_size + 2 * config.kv_size, config.hidden_size), (config.hidden_size, config.q_size)]
         shapes += [(2 * config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size)]
-        operands = [(torch.randn(tokens, i), torch.randn(tokens, o), torch.randn(o, i)) for o, i in shapes]
-        operands *= config.num_layers
-        rows, vocab = len(self.shared.rows), config.vocab_size
-        operands += [
-            (torch.randn(rows, config.hidden_size), torch.randn(rows, vocab), torch.randn(vocab, config.hidden_size))
-        ]
+        head = (len(self.shared.rows), config.vocab_size, config.hidden_size)
+        return [(tokens, *shape) for shape in shapes] * config.num_layers + [head]
+
+    def product_flops(self, backward: bool) -> int:
+        return (6 if backward else 2) * sum(rows * outputs * inputs for rows, outputs, inputs in self.product_shapes())
+
+    def products(self, backward: bool) -> Callable[[], None]:
+        """Operands of the shapes of the shared pack; forward: x W', backward: dy W and dy' x."""
+        shapes = self.product_shapes()
+        made = {s: (torch.randn(s[0], s[2]), torch.randn(s[0], s[1]), torch.randn(s[1], s[2])) for s in set(shapes)}
+        operands = [made[shape] for shape in shapes]
 
         def run() -> None:
             for x, upstream, weight in operands:
@@ -163,7 +168,7 @@ def minibatch_cases(bench: Bench, case: MinibatchCase) -> None:
 
     tokens = f"{len(case.apart.input_ids)} tokens, {len(case.shared.input_ids)} with shared prompts"
     for backward in (True, False):
-        rows = bench.compare(
+        bench.compare(
             f"{'forward + backward' if backward else 'forward'}: {len(case.trajectories)} responses, {tokens}",
             {
                 "transformers, padded": partial(peer, backward),
@@ -173,8 +178,10 @@ def minibatch_cases(bench: Bench, case: MinibatchCase) -> None:
                 "its matrix products alone": case.products(backward),
             },
             check=check,
+            read_bytes=4 * case.model.weights.numel(),
+            written_bytes=4 * case.model.weights.numel() * backward,
+            flops=case.product_flops(backward),
         )
-        print_best(rows)
 
 
 def optimizer_case(bench: Bench, model: PackedDecoder) -> None:
@@ -196,7 +203,7 @@ def optimizer_case(bench: Bench, model: PackedDecoder) -> None:
     for parameter, g in zip(listed, gradient.values(), strict=True):
         parameter.grad = g.clone()
     norm = flat.grad.double().norm()
-    rows = bench.compare(
+    bench.compare(
         f"clip and AdamW: {len(flat):,} parameters, {len(listed)} tensors",
         {
             "a tensor each, foreach": make(listed, foreach=True),
@@ -204,21 +211,15 @@ def optimizer_case(bench: Bench, model: PackedDecoder) -> None:
             "one flat tensor, fused": make([flat], fused=True),
         },
         check=lambda name, value: assert_close(name, value, norm, 1e-3),
+        # Read: weights, gradient twice (norm, step), two moments; written: weights and moments.
+        read_bytes=20 * len(flat),
+        written_bytes=12 * len(flat),
+        flops=16 * len(flat),
     )
-    print_best(rows)
 
 
 def step_metrics(trainer: Trainer, batch: list[Group]) -> dict[str, Any]:
     return trainer.step(batch, VERSION)[0]
-
-
-def print_best(rows: dict[str, dict[str, Any]]) -> None:
-    """Best runs: what a busy machine hides in the medians."""
-    baseline = next(iter(rows.values()))["best_ms"]
-    print(
-        "  best runs:",
-        ", ".join(f"{n} {r['best_ms']:.2f} ms ({baseline / r['best_ms']:.1f}x)" for n, r in rows.items()),
-    )
 
 
 def step_case(bench: Bench, groups: int, size: int) -> None:
@@ -241,7 +242,6 @@ def step_case(bench: Bench, groups: int, size: int) -> None:
             raise AssertionError(f"{name}: expected 4 updates, got {metrics}")
 
     rows = bench.compare(f"Trainer.step: {groups} x {size}, 4 mini-batches", providers, check=check)
-    print_best(rows)
     for name, provider in providers.items():
         metrics = min((provider() for _ in range(bench.args.repeats)), key=lambda m: m["time/forward_backward_s"])
         phases = {k.split("/")[1]: round(1e3 * v, 2) for k, v in metrics.items() if k.startswith("time/")}
@@ -254,8 +254,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     args = parser.parse_args()
-    if args.device != "cpu":
-        parser.error("bench_trainer measures the CPU only")
+    refuse(args, "bench_trainer", "device")
     bench = Bench("trainer", args)
     model = load_model(resolve_model("chain_policy"))
     minibatch_cases(bench, MinibatchCase(model, make_groups(model, args.groups // 4, args.group_size, 1, args.seed)))

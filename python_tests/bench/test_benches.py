@@ -1,0 +1,111 @@
+"""Every bench runs at a tiny size: its own checks pass, its options are read, its results can be kept and drawn."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench"
+pytestmark = pytest.mark.skipif(not BENCH.is_dir(), reason="tests run without the repository's bench folder")
+
+SMALL = {
+    "generate": "--rows 2 --prompt-tokens 3 --new-tokens 2",
+    "logprob": "--tokens 3 --vocab 67 --dtypes bfloat16",
+    "loop": "rollout.batch_groups=2 rollout.group_size=2 generate.max_new_tokens=2 --steps 4 --skip 1 --modes sync",
+    "loss": "--tokens 100",
+    "packing": "--sequences 5 --width 17 --lengths 40",
+    "publish": "--sizes 20KB --rounds 4",
+    "scan": "--sequences 16 --length 17",
+    "trainer": "--groups 4 --group-size 2",
+}
+NEEDS = {"generate": "transformers", "trainer": "transformers"}
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The harness, importable as the scripts import it, with bounds that take no time to measure."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("harness")
+    monkeypatch.setattr(module, "measure_bandwidth", lambda device: (8.0, 10.0))
+    monkeypatch.setattr(module, "measure_gemm_tflops", lambda device, dtype: 0.5)
+    return module
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, arguments: str) -> None:
+    if package := NEEDS.get(name):
+        pytest.importorskip(package)
+    threads = torch.get_num_threads()
+    common = [] if "--repeats" in arguments else ["--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", [f"bench_{name}.py", *common, "--threads", "1", *arguments.split()])
+    try:
+        importlib.import_module(f"bench_{name}").main()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_bench_runs(
+    name: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, name, f"{SMALL[name]} --no-save --out {tmp_path}")
+    assert capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_are_kept_and_drawn(harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for _ in range(2):
+        run(monkeypatch, "loss", f"{SMALL['loss']} --cold --repeats 3 --out {tmp_path}")
+    (kept,) = tmp_path.glob("*.json")
+    runs = json.loads(kept.read_text())
+    assert [r["bench"] for r in runs] == ["loss", "loss"]
+    assert runs[0]["options"]["cold"] is True
+    row = runs[0]["rows"][0]
+    assert row["best_ms"] <= row["median_ms"] <= row["worst_ms"]
+    moved = row["read_bytes"] + row["written_bytes"]
+    assert row["copy_share"] == pytest.approx(moved / 10e9 / (row["median_ms"] / 1e3))
+    assert row["gemm_share"] == pytest.approx(row["flops"] / 0.5e12 / (row["median_ms"] / 1e3))
+    drawn = list(tmp_path.glob("*-loss.svg"))
+    assert len(drawn) == (1 if importlib.util.find_spec("matplotlib") else 0)
+
+
+def test_without_matplotlib_the_bench_says_so(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "missing_matplotlib", lambda: "matplotlib is not installed")
+    run(monkeypatch, "loss", f"{SMALL['loss']} --no-save --plot {tmp_path / 'loss.png'}")
+    assert "no plot: matplotlib is not installed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_provider_is_never_timed(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = harness.argument_parser("").parse_args(["--no-save", "--threads", str(torch.get_num_threads())])
+    bench = harness.Bench("loss", arguments)
+
+    def check(name: str, result: torch.Tensor) -> None:
+        harness.assert_close(name, result, torch.ones(2), 1e-6)
+
+    for wrong in (torch.tensor([1.0, 1.1]), torch.tensor([1.0, torch.nan])):
+        with pytest.raises(AssertionError, match="wrong: expected the truth"):
+            bench.compare("case", {"right": partial(torch.ones, 2), "wrong": partial(torch.clone, wrong)}, check=check)
+    assert bench.rows == []
+
+
+@pytest.mark.parametrize("name", ["packing", "trainer", "generate", "publish", "loop"])
+def test_options_without_a_meaning_are_refused(
+    name: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="--device has no meaning here"):
+        run(monkeypatch, name, f"{SMALL[name]} --device cuda --out {tmp_path}")
+
+
+def test_a_gpu_is_asked_for_in_vain(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="--device cuda: no GPU"):
+        run(monkeypatch, "loss", f"{SMALL['loss']} --device cuda")
