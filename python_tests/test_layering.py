@@ -4,7 +4,7 @@ C++      base <- cuda <- ops/<op>; base <- decode; base <- reshard; bind sees al
          Torch and pybind11 appear in *_torch.cpp and bind/ only, the CUDA toolkit in cuda/port.cuh only.
          reshard: plan knows neither executor nor transports, executor knows transport.h only, a transport neither.
 Python   ops and reshard import nothing above them; generate never imports rl; reference is for tests and benches;
-         only rl/loop.py joins rollout, trainer, publish and evaluation.
+         only rl/loop.py joins rollout, trainer, publish and evaluation; estimators knows ops and the look of telemetry.
 """
 
 import ast
@@ -24,9 +24,11 @@ PROJECT_IMPORTS = {
     "ops": {"ops", "_C", "errors"},
     "reshard": {"reshard", "_C", "errors"},
     "reference": {"reference"},
+    "estimators": {"estimators", "ops", "telemetry", "errors"},
     "errors": set(),
 }
-LIGHT_PACKAGES = {"ops", "reshard"}  # at module level they import these libraries and the standard library alone
+# At module level these import LIGHT_LIBRARIES and the standard library alone.
+LIGHT_PACKAGES = {"estimators", "ops", "reshard"}
 LIGHT_LIBRARIES = {"torch", "numpy"}
 JOINED_BY_THE_LOOP = {
     "rl.rollout": "rollout",
@@ -176,6 +178,8 @@ def test_imports() -> None:
         ("ops.loss", "import areal_core.reference.loss"),
         ("reshard.layouts", "def f():\n    from areal_core.ops import pack"),
         ("generate.engine", "from areal_core import rl"),
+        ("estimators.exact", "from areal_core.rl.trpo import trpo_step"),
+        ("estimators.figure", "import matplotlib.pyplot as plt"),
         ("rl.trainer", "from areal_core.reference import loss"),
         ("rl.trainer", "from areal_core.rl import publish\nfrom areal_core.rl.rollout import Rollout"),
         ("rl.rollout", "from areal_core.rl.trainer import Trainer\nfrom areal_core.evaluate import evaluate_policy"),
@@ -190,6 +194,7 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
     [
         ("ops.loss", "import math\nimport torch\nfrom areal_core import _C\nfrom areal_core.ops._dispatch import call"),
         ("reshard.hf", "def f():\n    import safetensors"),
+        ("estimators.figure", "from areal_core import ops\ndef f():\n    import matplotlib"),
         ("rl.loop", "from areal_core.rl import publish, rollout, trainer\nfrom areal_core.evaluate import x"),
         ("rl.trainer", "from areal_core import ops\nfrom areal_core.rl.publish import Publisher"),
     ],
