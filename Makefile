@@ -8,7 +8,7 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 
 bin := $(VENV)/bin
-sources := $(shell find csrc cmake backend areal_core -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml
+sources := $(shell find csrc include cmake backend areal_core -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml
 
 .PHONY: demo test test-cpp test-python lint clean help
 help:  ## list the targets

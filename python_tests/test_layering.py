@@ -1,6 +1,6 @@
 """The dependency rules of the code base, checked on the text of its includes and imports.
 
-C++      base <- cuda <- ops/<op>; base <- decode; base <- reshard; bind sees all. No op includes another op.
+C++      base <- cuda <- ops/<op> <- c_api; base <- decode; base <- reshard; bind sees all. No op includes another op.
          Torch and pybind11 appear in *_torch.cpp and bind/ only, the CUDA toolkit in cuda/port.cuh only.
          reshard: plan knows neither executor nor transports, executor knows transport.h only, a transport neither.
 Python   ops and reshard import nothing above them; generate never imports rl; reference is for tests and benches;
@@ -60,7 +60,9 @@ def allowed_prefixes(path: str) -> tuple[str, ...]:
     if parts[0] == "ops":
         own = ("base/", "cuda/", f"ops/{parts[1]}/")
         return (*own, TORCH_HELPERS) if path.endswith("_torch.cpp") else own
-    return {"base": ("base/",), "cuda": ("base/", "cuda/")}.get(parts[0], ("base/", f"{parts[0]}/"))
+    return {"base": ("base/",), "cuda": ("base/", "cuda/"), "c_api": ("base/", "ops/", "c_api/")}.get(
+        parts[0], ("base/", f"{parts[0]}/")
+    )
 
 
 def forbidden_prefixes(path: str) -> tuple[str, ...]:
@@ -109,6 +111,9 @@ def test_includes() -> None:
         ("ops/loss/loss_cpu.cpp", '  #  include "bind/torch_tensor.h"'),
         ("ops/loss/loss_kernels.cuh", "#include <cuda_runtime.h>"),
         ("ops/loss/loss_torch.cpp", '#include "bind/bind.h"'),
+        ("c_api/loss.cpp", '#include "cuda/launch.cuh"'),
+        ("c_api/loss.cpp", '#include "bind/torch_tensor.h"'),
+        ("c_api/loss.cpp", "#include <torch/csrc/stable/tensor.h>"),
         ("decode/engine.h", '#include "reshard/plan.h"'),
         ("reshard/plan.cpp", '#include "reshard/executor.h"'),
         ("reshard/plan.h", '#include "reshard/transport.h"'),

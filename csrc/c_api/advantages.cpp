@@ -1,0 +1,185 @@
+#include <areal_core/advantages.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "c_api/boundary.h"
+#include "ops/advantages/gae.h"
+#include "ops/advantages/group.h"
+#include "ops/advantages/spread.h"
+
+namespace areal::c_api {
+namespace {
+
+template <class Real>
+advantages::GaeArgs<Real> make_gae(const areal_gae_args& args, Memory memory, const char* op) {
+  AREAL_CHECK(args.gamma >= 0 && args.gamma <= 1, op, ": expected gamma in [0, 1], got ", args.gamma);
+  AREAL_CHECK(args.lam >= 0 && args.lam <= 1, op, ": expected lam in [0, 1], got ", args.lam);
+  const Segments segments = segments_in(memory, args.cu_seqlens, args.sequences, args.tokens, op);
+  return {.segments = segments,
+          .rewards = real_array<Real>(args.rewards, args.tokens, op, "rewards"),
+          .values = real_array<Real>(args.values, args.tokens, op, "values"),
+          .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
+          .gamma = args.gamma,
+          .lam = args.lam,
+          .advantages = real_array<Real>(args.advantages, args.tokens, op, "advantages"),
+          .returns = real_array<Real>(args.returns, args.tokens, op, "returns")};
+}
+
+template <class Real>
+advantages::GroupArgs<Real> make_group_scores(const areal_group_scores_args& args, const char* op) {
+  const int64_t count = checked_count(args.sequences, op, "sequences");
+  AREAL_CHECK(args.ddof == 0 || args.ddof == 1, op, ": expected ddof 0 or 1, got ", args.ddof);
+  AREAL_CHECK(args.eps >= 0, op, ": expected eps >= 0, got ", args.eps);
+  const advantages::GroupOptions options{
+      .mean = checked_enum(args.mean_level, advantages::Level::kBatch, op, "mean_level"),
+      .std = checked_enum(args.std_level, advantages::Level::kBatch, op, "std_level"),
+      .leave_one_out = checked_flag(args.leave_one_out, op, "leave_one_out"),
+      .divide_by_mean = checked_flag(args.divide_by_mean, op, "divide_by_mean"),
+      .ddof = static_cast<int32_t>(args.ddof),
+      .eps = args.eps,
+      .eps_in_root = checked_flag(args.eps_in_root, op, "eps_in_root"),
+      .singleton = checked_enum(args.singleton_raw, advantages::Singleton::kRaw, op, "singleton_raw")};
+  return {.options = options,
+          .count = count,
+          .rewards = real_array<Real>(args.rewards, count, op, "rewards"),
+          .sorted_ids = required(args.sorted_ids, count, op, "sorted_ids"),
+          .order = required(args.order, count, op, "order"),
+          .scores = required(args.scores, count, op, "scores")};
+}
+
+// Both structs have these fields.
+template <class Real, class Args>
+advantages::TokenArgs<Real> make_tokens(const Args& args, Memory memory, const char* op) {
+  return {.segments = segments_in(memory, args.cu_seqlens, args.sequences, args.tokens, op),
+          .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
+          .logprobs = static_cast<const Real*>(args.logprobs),
+          .ref_logprobs = static_cast<const Real*>(args.ref_logprobs)};
+}
+
+template <class Real>
+advantages::SpreadArgs<Real> make_spread(const areal_spread_scores_args& args, Memory memory, const char* op) {
+  AREAL_CHECK(args.beta == 0 || (args.logprobs != nullptr && args.ref_logprobs != nullptr), op,
+              ": expected logprobs and ref_logprobs with beta = ", args.beta, ", got NULL");
+  return {.tokens = make_tokens<Real>(args, memory, op),
+          .scores = required(args.scores, args.sequences, op, "scores"),
+          .beta = args.beta,
+          .divide_by_length = checked_flag(args.divide_by_length, op, "divide_by_length"),
+          .advantages = real_array<Real>(args.advantages, args.tokens, op, "advantages")};
+}
+
+template <class Real>
+advantages::LogRatioSumArgs<Real> make_sums(const areal_log_ratio_sums_args& args, Memory memory, const char* op) {
+  required(args.logprobs, args.tokens, op, "logprobs");
+  required(args.ref_logprobs, args.tokens, op, "ref_logprobs");
+  return {.tokens = make_tokens<Real>(args, memory, op), .sums = required(args.sums, args.sequences, op, "sums")};
+}
+
+}  // namespace
+}  // namespace areal::c_api
+
+using namespace areal::c_api;
+
+areal_status areal_gae_cpu(const areal_gae_args* args) {
+  constexpr const char* op = "areal_gae_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    with_real(given.dtype, op,
+              [&]<class Real>(Real) { areal::advantages::gae_cpu(make_gae<Real>(given, Memory::kHost, op)); });
+  });
+}
+
+areal_status areal_gae_cuda(const areal_gae_args* args, void* stream) {
+  constexpr const char* op = "areal_gae_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        with_real(given.dtype, op, [&]<class Real>(Real) {
+          areal::cuda::gae(make_gae<Real>(given, Memory::kDevice, op), given.tokens, stream);
+        });
+      },
+      op);
+}
+
+areal_status areal_sort_groups_cpu(const int64_t* group_ids, int64_t sequences, int64_t* sorted_ids, int64_t* order) {
+  constexpr const char* op = "areal_sort_groups_cpu";
+  return guarded([&] {
+    checked_count(sequences, op, "sequences");
+    required(group_ids, sequences, op, "group_ids");
+    required(sorted_ids, sequences, op, "sorted_ids");
+    required(order, sequences, op, "order");
+    std::iota(order, order + sequences, int64_t{0});
+    std::stable_sort(order, order + sequences, [&](int64_t a, int64_t b) { return group_ids[a] < group_ids[b]; });
+    std::transform(order, order + sequences, sorted_ids, [&](int64_t s) { return group_ids[s]; });
+  });
+}
+
+int64_t areal_group_scores_scratch_bytes(void) { return areal::cuda::kBatchScratchBytes; }
+
+areal_status areal_group_scores_cpu(const areal_group_scores_args* args) {
+  constexpr const char* op = "areal_group_scores_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    with_real(given.dtype, op,
+              [&]<class Real>(Real) { areal::advantages::group_scores_cpu(make_group_scores<Real>(given, op)); });
+  });
+}
+
+areal_status areal_group_scores_cuda(const areal_group_scores_args* args, void* stream) {
+  constexpr const char* op = "areal_group_scores_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        const int64_t bytes = areal_group_scores_scratch_bytes();
+        AREAL_CHECK(given.scratch != nullptr && given.scratch_bytes >= bytes, op, ": expected scratch of ", bytes,
+                    " bytes, got ", given.scratch == nullptr ? 0 : given.scratch_bytes);
+        with_real(given.dtype, op, [&]<class Real>(Real) {
+          areal::cuda::group_scores(make_group_scores<Real>(given, op), given.scratch, stream);
+        });
+      },
+      op);
+}
+
+areal_status areal_spread_scores_cpu(const areal_spread_scores_args* args) {
+  constexpr const char* op = "areal_spread_scores_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    with_real(given.dtype, op, [&]<class Real>(Real) {
+      areal::advantages::spread_scores_cpu(make_spread<Real>(given, Memory::kHost, op));
+    });
+  });
+}
+
+areal_status areal_spread_scores_cuda(const areal_spread_scores_args* args, void* stream) {
+  constexpr const char* op = "areal_spread_scores_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        with_real(given.dtype, op, [&]<class Real>(Real) {
+          areal::cuda::spread_scores(make_spread<Real>(given, Memory::kDevice, op), given.tokens, stream);
+        });
+      },
+      op);
+}
+
+areal_status areal_log_ratio_sums_cpu(const areal_log_ratio_sums_args* args) {
+  constexpr const char* op = "areal_log_ratio_sums_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    with_real(given.dtype, op, [&]<class Real>(Real) {
+      areal::advantages::log_ratio_sums_cpu(make_sums<Real>(given, Memory::kHost, op));
+    });
+  });
+}
+
+areal_status areal_log_ratio_sums_cuda(const areal_log_ratio_sums_args* args, void* stream) {
+  constexpr const char* op = "areal_log_ratio_sums_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        with_real(given.dtype, op, [&]<class Real>(Real) {
+          areal::cuda::log_ratio_sums(make_sums<Real>(given, Memory::kDevice, op), given.tokens, stream);
+        });
+      },
+      op);
+}

@@ -1,0 +1,95 @@
+/* Advantages: scans over the tokens of each sequence, scores of sequences within their groups. */
+#ifndef AREAL_CORE_ADVANTAGES_H
+#define AREAL_CORE_ADVANTAGES_H
+
+#include <areal_core/base.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Arrays of `tokens` elements; dtype AREAL_FLOAT32 or AREAL_FLOAT64 says what real is. */
+typedef struct areal_gae_args {
+  size_t size;
+  int64_t dtype;
+  int64_t tokens;
+  int64_t sequences;
+  const int64_t* cu_seqlens;
+  const void* rewards;      /* real */
+  const void* values;       /* real */
+  const uint8_t* loss_mask; /* NULL: every token is live */
+  double gamma;             /* in [0, 1] */
+  double lam;               /* in [0, 1] */
+  void* advantages;         /* real */
+  void* returns;            /* real */
+} areal_gae_args;
+AREAL_API areal_status areal_gae_cpu(const areal_gae_args* args);
+AREAL_API areal_status areal_gae_cuda(const areal_gae_args* args, void* stream);
+
+enum { AREAL_LEVEL_NONE = 0, AREAL_LEVEL_GROUP = 1, AREAL_LEVEL_BATCH = 2 };
+/* scores = (rewards - baseline) / scale, with statistics over groups of sequences. */
+typedef struct areal_group_scores_args {
+  size_t size;
+  int64_t dtype;
+  int64_t sequences;
+  const void* rewards;       /* real [sequences]; NaN: a failed sample, which counts nowhere and scores 0 */
+  const int64_t* sorted_ids; /* [sequences], group of each sequence in the order of `order` */
+  const int64_t* order;      /* [sequences], a permutation: see areal_sort_groups_cpu */
+  int64_t mean_level;        /* AREAL_LEVEL_*: whose mean is the baseline */
+  int64_t std_level;         /* AREAL_LEVEL_*: whose standard deviation is the scale */
+  int64_t leave_one_out;     /* 1: the baseline is the mean of the others */
+  int64_t divide_by_mean;    /* 1: scale = mean + eps */
+  int64_t ddof;              /* 0 or 1: var = sum of squares / (n - ddof) */
+  double eps;
+  int64_t eps_in_root;   /* 1: sqrt(var + eps) instead of sqrt(var) + eps */
+  int64_t singleton_raw; /* 1: a group of one scores its reward instead of 0 */
+  double* scores;        /* [sequences] */
+  void* scratch;         /* CUDA: areal_group_scores_scratch_bytes() on the device */
+  int64_t scratch_bytes;
+} areal_group_scores_args;
+/* order: a stable sort of group_ids; sorted_ids[i] = group_ids[order[i]]. */
+AREAL_API areal_status areal_sort_groups_cpu(const int64_t* group_ids, int64_t sequences, int64_t* sorted_ids,
+                                             int64_t* order);
+AREAL_API int64_t areal_group_scores_scratch_bytes(void);
+AREAL_API areal_status areal_group_scores_cpu(const areal_group_scores_args* args);
+AREAL_API areal_status areal_group_scores_cuda(const areal_group_scores_args* args, void* stream);
+
+/* A score per sequence laid over its live tokens:
+ * advantages_t = (scores_s + beta (pi_ref / pi - 1)) / (divide_by_length ? live tokens of s : 1). */
+typedef struct areal_spread_scores_args {
+  size_t size;
+  int64_t dtype;
+  int64_t tokens;
+  int64_t sequences;
+  const int64_t* cu_seqlens;
+  const double* scores;     /* [sequences] */
+  const uint8_t* loss_mask; /* NULL: every token is live */
+  const void* logprobs;     /* real [tokens]; NULL where beta is 0, as ref_logprobs */
+  const void* ref_logprobs;
+  double beta;
+  int64_t divide_by_length;
+  void* advantages; /* real [tokens] */
+} areal_spread_scores_args;
+AREAL_API areal_status areal_spread_scores_cpu(const areal_spread_scores_args* args);
+AREAL_API areal_status areal_spread_scores_cuda(const areal_spread_scores_args* args, void* stream);
+
+/* sums_s = sum of log pi - log pi_ref over the live tokens of s. */
+typedef struct areal_log_ratio_sums_args {
+  size_t size;
+  int64_t dtype;
+  int64_t tokens;
+  int64_t sequences;
+  const int64_t* cu_seqlens;
+  const uint8_t* loss_mask; /* NULL: every token is live */
+  const void* logprobs;     /* real [tokens] */
+  const void* ref_logprobs; /* real [tokens] */
+  double* sums;             /* [sequences] */
+} areal_log_ratio_sums_args;
+AREAL_API areal_status areal_log_ratio_sums_cpu(const areal_log_ratio_sums_args* args);
+AREAL_API areal_status areal_log_ratio_sums_cuda(const areal_log_ratio_sums_args* args, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* AREAL_CORE_ADVANTAGES_H */

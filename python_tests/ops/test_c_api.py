@@ -1,0 +1,358 @@
+"""The C library computes the same bits as the torch ops, and refuses what breaks its contract."""
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from c_header import (
+    STATUS,
+    StatusError,
+    call,
+    call_on,
+    function_names,
+    header_text,
+    library,
+    library_path,
+    make,
+    struct_type,
+)
+from op_checks import assert_same_bits
+from torch import Tensor
+
+import areal_core
+from areal_core import ops
+from areal_core.ops.loss import _MAXIMA, _SUMS
+
+ROOT = Path(__file__).parents[2]
+CU = torch.tensor([0, 3, 3, 10, 12])
+T, S = 12, 4
+native = torch.ops.areal_core
+
+
+def per_token(device: torch.device, dtype: torch.dtype, *, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(T, dtype=torch.float64)).to(device, dtype)
+
+
+def some_mask(device: torch.device) -> Tensor:
+    return torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool, device=device)
+
+
+reals = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+# -- the same bits as the torch ops -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_logprob(device: torch.device, dtype: torch.dtype, per_row: bool) -> None:
+    if device.type == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 logits are for the CPU")
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    logits = torch.randn(5, 40, device=device).to(dtype)[:, :37]
+    labels = torch.tensor([3, 0, -7, 36, 5], device=device)
+    mask = torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool, device=device)
+    temperatures = torch.rand(5, device=device).to(real) + 0.5 if per_row else None
+    expected = native.logprob_forward.default(logits, labels, temperatures, 0.7, mask, -7, False)
+    fields: dict[str, Any] = {"row_stride": 40, "rows": 5, "vocab": 37, "labels": labels, "ignore_index": -7}
+    source = make("areal_logprob_input", dtype=dtype, temperature=0.7, loss_mask=mask, **fields)
+    source.logits = logits.data_ptr()
+    source.temperatures = temperatures.data_ptr() if temperatures is not None else None
+    names = ("logprobs", "entropy", "lse", "row_max", "log_sum")
+    results = {name: torch.full((5,), 7.0, dtype=real, device=device) for name in names}
+    scratch = []
+    if device.type == "cuda":
+        needed = ctypes.c_int64()
+        call("areal_logprob_workspace_bytes", source, ctypes.byref(needed))
+        workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)
+        bad_row = torch.zeros(1, dtype=torch.int64, device=device)
+        scratch = [
+            make("areal_logprob_scratch", workspace=workspace, workspace_bytes=workspace.numel(), bad_row=bad_row)
+        ]
+    call_on(device, "logprob_forward", source, make("areal_logprob_output", **results), *scratch)
+    for got, want in zip(results.values(), expected, strict=True):
+        assert_same_bits(got, want)
+
+    upstream = torch.randn(5, device=device).to(real)
+    saved = {name: results[name] for name in ("logprobs", "entropy", "row_max", "log_sum")}
+    gradient = torch.full((5, 37), 7.0, dtype=dtype, device=device)
+    outputs = {"grad_logits": gradient, "grad_row_stride": 37}
+    call_on(
+        device, "logprob_backward", source, make("areal_logprob_gradient", grad_logprobs=upstream, **saved, **outputs)
+    )
+    options = (labels, temperatures, 0.7, mask, -7)
+    assert_same_bits(gradient, native.logprob_backward.default(upstream, None, None, logits, *options, *saved.values()))
+
+
+@reals
+@pytest.mark.parametrize("full", [False, True])
+def test_policy_loss(device: torch.device, dtype: torch.dtype, full: bool) -> None:
+    names = ("logprobs", "proximal_logprobs", "advantages")
+    given = {name: per_token(device, dtype, scale=0.3) for name in names}
+    given["loss_mask"] = some_mask(device)
+    config = ops.PPOLossConfig(clip_low=0.2, clip_high=0.28)
+    options: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
+    normalizer = None
+    if full:
+        given |= {
+            name: per_token(device, dtype, scale=0.3) for name in ("behavior_logprobs", "ref_logprobs", "entropy")
+        }
+        options |= {"dual_clip": 1.5, "behavior_mode": 1, "behavior_low": 0.8, "behavior_cap": 1.2}
+        options |= {"kl_estimator": 1, "kl_coef": 0.1, "entropy_coef": 0.01}
+        config = ops.PPOLossConfig(
+            clip_low=0.2,
+            clip_high=0.28,
+            dual_clip=1.5,
+            behavior_mode="mask",
+            behavior_low=0.8,
+            behavior_cap=1.2,
+            kl_estimator="k2",
+            kl_coef=0.1,
+            entropy_coef=0.01,
+        )
+        normalizer = torch.tensor([7.0], dtype=torch.float64, device=device)
+        options["normalizer"] = normalizer
+    leaf = given["logprobs"].clone().requires_grad_()
+    expected = ops.ppo_loss(**{**given, "logprobs": leaf}, normalizer=normalizer, config=config)
+    (gradient,) = torch.autograd.grad(expected.loss, leaf)
+
+    lib = library()
+    count = lib.areal_policy_loss_stat_count()
+    scratch = torch.empty(
+        lib.areal_policy_loss_scratch_bytes(ctypes.c_int64(T)) // 8, dtype=torch.float64, device=device
+    )
+    loss, scale = (torch.empty((), dtype=dtype, device=device) for _ in range(2))
+    grad = torch.empty(T, dtype=dtype, device=device)
+    stats = torch.empty(count, dtype=torch.float64, device=device)
+    outputs = {"loss": loss, "scale": scale, "grad_logprobs": grad, "stats": stats, "stats_count": count}
+    if device.type == "cuda" or full:
+        outputs |= {"scratch": scratch, "scratch_bytes": scratch.numel() * 8}
+    call_on(device, "policy_loss", make("areal_policy_loss_args", dtype=dtype, tokens=T, **given, **options, **outputs))
+    assert_same_bits(loss, expected.loss)
+    assert_same_bits(stats, expected.stats.raw)
+    assert_same_bits(grad * scale, gradient)
+
+
+def test_statistics_have_the_names_of_the_python_summary() -> None:
+    lib = library()
+    names = [
+        lib.areal_policy_loss_stat_name(ctypes.c_int64(i)).decode() for i in range(lib.areal_policy_loss_stat_count())
+    ]
+    assert lib.areal_policy_loss_stat_name(ctypes.c_int64(len(names))) is None
+    bare = [re.sub("^clip_fraction_|_(mean|fraction)$", "", name) for name in (*_SUMS, *_MAXIMA)]
+    assert [name.removeprefix("clip_").replace("dual_clip", "dual") for name in names] == bare
+
+
+@reals
+@pytest.mark.parametrize("masked", [False, True])
+def test_gae(device: torch.device, dtype: torch.dtype, masked: bool) -> None:
+    rewards, values, cu = per_token(device, dtype), per_token(device, dtype), CU.to(device)
+    mask = some_mask(device) if masked else None
+    expected = ops.gae(rewards, values, cu, gamma=0.9, lam=0.8, loss_mask=mask)
+    given = {"rewards": rewards, "values": values, "cu_seqlens": cu} | ({"loss_mask": mask} if masked else {})
+    out = {name: torch.full((T,), 7.0, dtype=dtype, device=device) for name in ("advantages", "returns")}
+    sizes = {"tokens": T, "sequences": S}
+    call_on(device, "gae", make("areal_gae_args", dtype=dtype, gamma=0.9, lam=0.8, **sizes, **given, **out))
+    for name, tensor in out.items():
+        assert_same_bits(tensor, getattr(expected, name))
+
+
+@reals
+@pytest.mark.parametrize("level", [1, 2])
+def test_group_scores(device: torch.device, dtype: torch.dtype, level: int) -> None:
+    ids = torch.tensor([5, -1, 5, 9, 5, -1, 2])
+    sorted_ids, order = torch.zeros_like(ids), torch.zeros_like(ids)
+    call("areal_sort_groups_cpu", ids, ids.numel(), sorted_ids, order)
+    expected_ids, expected_order = torch.sort(ids, stable=True)
+    assert torch.equal(sorted_ids, expected_ids)
+    assert torch.equal(order, expected_order)
+    rewards = torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 3.0, 2.0], dtype=dtype, device=device)
+    sorted_ids, order = sorted_ids.to(device), order.to(device)
+    want = native.group_scores.default(rewards, sorted_ids, order, 1, level, True, False, 1, 1e-6, True, True)
+    scores = torch.empty(7, dtype=torch.float64, device=device)
+    scratch = torch.empty(library().areal_group_scores_scratch_bytes(), dtype=torch.uint8, device=device)
+    levels = {"mean_level": 1, "std_level": level, "leave_one_out": 1, "ddof": 1, "eps_in_root": 1, "singleton_raw": 1}
+    arrays = {"rewards": rewards, "sorted_ids": sorted_ids, "order": order, "scores": scores, "scratch": scratch}
+    extra = {"sequences": 7, "eps": 1e-6, "scratch_bytes": scratch.numel()}
+    call_on(device, "group_scores", make("areal_group_scores_args", dtype=dtype, **arrays, **levels, **extra))
+    assert_same_bits(scores, want)
+
+
+@reals
+def test_spread_scores_and_log_ratio_sums(device: torch.device, dtype: torch.dtype) -> None:
+    pair = {name: per_token(device, dtype) for name in ("logprobs", "ref_logprobs")}
+    cu, mask, scores = CU.to(device), some_mask(device), torch.randn(S, dtype=torch.float64).to(device)
+    common = {"dtype": dtype, "tokens": T, "sequences": S, "cu_seqlens": cu, "loss_mask": mask, **pair}
+    out = torch.full((T,), 7.0, dtype=dtype, device=device)
+    spread = make("areal_spread_scores_args", scores=scores, beta=0.1, divide_by_length=1, advantages=out, **common)
+    call_on(device, "spread_scores", spread)
+    float64 = dtype == torch.float64
+    assert_same_bits(out, native.spread_scores.default(scores, cu, T, mask, *pair.values(), 0.1, True, float64))
+    sums = torch.full((S,), 7.0, dtype=torch.float64, device=device)
+    call_on(device, "log_ratio_sums", make("areal_log_ratio_sums_args", sums=sums, **common))
+    assert_same_bits(sums, native.log_ratio_sums.default(*pair.values(), cu, mask))
+
+
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_copy_segments(device: torch.device, shift: int) -> None:
+    cu = CU.to(device)
+    sources = [torch.randn(T, 3).to(device), torch.randint(100, (T,)).to(device), torch.randn(T).bfloat16().to(device)]
+    targets = [torch.full_like(x, 99) for x in sources]
+    fills = [torch.tensor(0.5), torch.tensor(-100), None]
+    map_ = make(
+        "areal_segment_map", segments=S, source_begin=cu, target_begin=cu, shift=shift, source_rows=T, target_rows=T
+    )
+    map_.target_end = cu[1:].data_ptr()
+    rows = [x.element_size() * x[0].numel() for x in sources]
+    structs = [
+        make("areal_row_tensor", source=x, target=y, row_bytes=n)
+        for x, y, n in zip(sources, targets, rows, strict=True)
+    ]
+    for struct, fill in zip(structs, fills, strict=True):
+        if fill is not None:
+            struct.fill, struct.fill_bytes = fill.data_ptr(), fill.element_size()
+    tensors = (struct_type("areal_row_tensor") * 3)(*structs)
+    call_on(device, "copy_segments", map_, tensors, 3)
+    for source, target, fill in zip(sources, targets, (0.5, -100, 0), strict=True):
+        assert_same_bits(target, native.shift_tokens.default(source, cu, shift, float(fill)))
+
+
+def test_position_ids_and_mask_extents(device: torch.device) -> None:
+    cu, positions = CU.to(device), torch.full((T,), 7, device=device)
+    sizes = {"tokens": T, "sequences": S}
+    call_on(device, "position_ids", make("areal_position_ids_args", cu_seqlens=cu, positions=positions, **sizes))
+    assert torch.equal(positions, ops.position_ids(cu, total_tokens=T))
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0]], dtype=torch.bool, device=device)
+    out = torch.full((3, 3), 7, device=device)
+    rows = dict(zip(("starts", "lengths", "counts"), out, strict=True))
+    call_on(device, "mask_extents", make("areal_mask_extents_args", rows=3, columns=4, mask=mask, **rows))
+    assert torch.equal(out, native.mask_extents.default(mask))
+
+
+@pytest.mark.parametrize(("method", "name"), [(0, "ffd"), (1, "mffd"), (2, "kk")])
+def test_allocation(method: int, name: Any) -> None:
+    lengths = torch.randint(1, 1000, (300,))
+    bin_of, count = torch.full((300,), -1), torch.zeros(1, dtype=torch.int64)
+    common = {"sequences": 300, "lengths": lengths, "bin_of": bin_of}
+    call(
+        "areal_allocate_microbatches",
+        make("areal_allocate_args", max_tokens=2048, multiple_of=4, method=method, bin_count=count, **common),
+    )
+    bins = [torch.nonzero(bin_of == b).flatten().tolist() for b in range(int(count))]
+    assert bins == ops.allocate_microbatches(lengths, 2048, multiple_of=4, method=name)
+    call(
+        "areal_partition_balanced",
+        make("areal_partition_args", bins=7, quadratic_cost=0.5, linear_cost=1.0, equal_size=1, **common),
+    )
+    bins = [torch.nonzero(bin_of == b).flatten().tolist() for b in range(7)]
+    assert bins == ops.partition_balanced(lengths, 7, cost=(1.0, 0.5), equal_size=True)
+
+
+# -- the library and its contract -------------------------------------------------------------------------------------
+
+
+def test_every_function_of_the_header_is_tested() -> None:
+    tests = [Path(__file__), *(ROOT / "cpp_tests" / "c_api").glob("*.cpp")]
+    text = "\n".join(path.read_text() for path in tests)
+    called = set(re.findall(r"\bareal_\w+", text))
+    called |= {
+        f"areal_{op}_{device}" for op in re.findall(r'call_on\(\s*device, "(\w+)"', text) for device in ("cpu", "cuda")
+    }
+    names = function_names()
+    assert len(names) > 30
+    assert sorted(set(names) - called) == []
+
+
+def test_the_library_exports_the_header_and_nothing_else() -> None:
+    listing = subprocess.run(["nm", "-D", "--defined-only", library_path()], capture_output=True, text=True, check=True)
+    assert sorted(line.split()[-1] for line in listing.stdout.splitlines()) == sorted(function_names())
+
+
+def test_every_field_is_eight_bytes_wide() -> None:
+    for name in re.findall(r"typedef struct (\w+) ", header_text()):
+        if name != "areal_thread_pool":  # pointers to functions
+            struct = struct_type(name)
+            assert ctypes.sizeof(struct) == 8 * len(struct._fields_), name
+            assert struct._fields_[0] == ("size", ctypes.c_size_t), name
+
+
+def test_versions_and_build() -> None:
+    lib = library()
+    assert lib.areal_version().decode() == areal_core.__version__ == areal_core._C.__version__
+    assert str(lib.areal_abi_version()) == re.search(r"#define AREAL_ABI_VERSION (\d+)", header_text())[1]
+    assert bool(lib.areal_has_cuda()) == areal_core._C.cuda_compiled
+    assert lib.areal_isa().decode() == areal_core._C.best_isa()
+
+
+def gae_args(**change: Any) -> Any:
+    fields: dict[str, Any] = {
+        "dtype": torch.float32,
+        "tokens": T,
+        "sequences": S,
+        "cu_seqlens": CU,
+        "gamma": 1.0,
+        "lam": 1.0,
+        **{name: torch.zeros(T) for name in ("rewards", "values", "advantages", "returns")},
+    }
+    return make("areal_gae_args", **fields | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": 1}, "expected dtype AREAL_FLOAT32 or AREAL_FLOAT64, got 1"),
+        ({"tokens": -1}, "expected tokens >= 0, got -1"),
+        ({"tokens": 11}, r"expected cu_seqlens\[-1\] = 11 \(number of packed tokens\), got 12"),
+        ({"sequences": -1}, "expected sequences >= 0, got -1"),
+        ({"rewards": None}, "expected rewards, got NULL"),
+        ({"cu_seqlens": None}, "expected cu_seqlens, got NULL"),
+        ({"gamma": 1.5}, r"expected gamma in \[0, 1\], got 1.5"),
+        ({"lam": float("nan")}, r"expected lam in \[0, 1\], got -?nan"),
+        ({"loss_mask": torch.full((T,), 2, dtype=torch.uint8)}, "expected loss_mask of bytes 0 and 1"),
+        ({"size": 0}, r"expected args.size = sizeof\(\*args\), got 0"),
+        ({"size": 12}, r"expected args.size = sizeof\(\*args\), got 12"),
+    ],
+)
+def test_broken_contracts_are_named(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(StatusError, match=f"areal_gae_cpu: {text}") as caught:
+        call("areal_gae_cpu", gae_args(**change))
+    assert caught.value.args[0] == STATUS["AREAL_INVALID_ARGUMENT"]
+
+
+def test_a_null_struct_is_named() -> None:
+    with pytest.raises(StatusError, match="areal_gae_cpu: expected args, got NULL"):
+        call("areal_gae_cpu", None)
+
+
+def test_structs_may_be_older_or_newer_than_the_library() -> None:
+    """An older program's struct ends early; a newer one's tail must be zero."""
+    masked = some_mask(torch.device("cpu"))
+    known = gae_args(loss_mask=masked)
+    older = bytearray(bytes(known))
+    with pytest.raises(StatusError, match="expected returns, got NULL"):
+        call("areal_gae_cpu", (ctypes.c_char * 88).from_buffer(_resized(older, 88)))
+    newer = _resized(older, len(older) + 16)
+    call("areal_gae_cpu", (ctypes.c_char * len(newer)).from_buffer(newer))
+    newer[-1] = 1
+    with pytest.raises(StatusError, match="without fields newer than this library") as caught:
+        call("areal_gae_cpu", (ctypes.c_char * len(newer)).from_buffer(newer))
+    assert caught.value.args[0] == STATUS["AREAL_UNSUPPORTED"]
+
+
+def _resized(struct: bytearray, size: int) -> bytearray:
+    resized = bytearray((bytes(struct) + bytes(size))[:size])
+    resized[:8] = size.to_bytes(8, "little")
+    return resized
+
+
+@pytest.mark.skipif(areal_core._C.cuda_compiled, reason="a build with the CUDA kernels")
+def test_without_cuda_the_cuda_functions_say_so() -> None:
+    for name in function_names():
+        if name.endswith("_cuda") and name != "areal_has_cuda":
+            with pytest.raises(StatusError, match=f"{name}: expected a library built with CUDA") as caught:
+                call(name, None, None, None, None)
+            assert caught.value.args[0] == STATUS["AREAL_UNSUPPORTED"]
