@@ -7,6 +7,7 @@ from areal_core.ops.advantages import GAEOutput, compute_advantages, gae
 from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.context_parallel import zigzag_merge, zigzag_split
+from areal_core.ops.lm_head import linear_logprob
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
 from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOLossSummary, ppo_loss
 from areal_core.ops.packing import PackedBatch, merge_microbatches, pack, select_sequences, unpack
@@ -22,6 +23,7 @@ __all__ = [
     "allocate_microbatches",
     "compute_advantages",
     "gae",
+    "linear_logprob",
     "logprob_from_logits",
     "merge_microbatches",
     "next_token_labels",

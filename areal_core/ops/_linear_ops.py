@@ -1,0 +1,161 @@
+"""The torch ops of the fused LM head: chunk loops, fake kernels and autograd formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_core.ops._linear_chunks import (
+    ChunkedLinear,
+    ChunkRows,
+    LinearGradients,
+    Rows,
+    live_indices,
+    row_dtype,
+    split,
+)
+
+_ROWS = "Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index"
+_LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType operand_dtype"
+
+
+@torch.library.custom_op(
+    "areal_core::linear_logprob",
+    mutates_args=(),
+    schema=f"({_LINEAR}, {_ROWS}, int? chunk_tokens, int? live_tokens, Tensor? main_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand_dtype: torch.dtype,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    loss_mask: Tensor | None,
+    ignore_index: int,
+    chunk_tokens: int | None,
+    live_tokens: int | None,
+    main_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Give (logprobs, entropy, lse, row_max, log_sum) of all rows; main_grad is for the autograd formula."""
+    rows = Rows(labels, temperatures, temperature, loss_mask, ignore_index)
+    rows.check("linear_logprob", len(weight))
+    linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
+    live = rows.live()
+    # Live rows that get no place stay NaN. One column more, for spare places of a chunk to write to.
+    outputs = hidden.new_zeros(5, len(hidden) + 1, dtype=linear.dtype)
+    outputs[:, :-1].masked_fill_(live, torch.nan)
+    for index in split(live_indices("linear_logprob", live, live_tokens), len(weight), chunk_tokens):
+        values = ChunkRows(index, rows).statistics(linear.logits(linear.operand(index)))
+        outputs.index_copy_(1, index, torch.stack(values))
+    logprobs, entropy, lse, row_max, log_sum = (x[:-1].clone() for x in outputs)
+    return logprobs, entropy, lse, row_max, log_sum
+
+
+@linear_logprob.register_fake
+def _(hidden: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=row_dtype(hidden.dtype)) for _ in range(5))
+
+
+@torch.library.custom_op(
+    "areal_core::linear_logprob_backward",
+    mutates_args=("main_grad",),
+    schema=f"(Tensor?[] upstream, Tensor[] statistics, {_LINEAR}, {_ROWS}, int? chunk_tokens, int? live_tokens, "
+    "bool[] needs, Tensor(a!)? main_grad) -> (Tensor, Tensor, Tensor)",
+)
+def linear_logprob_backward(
+    upstream: list[Tensor | None],
+    statistics: list[Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand_dtype: torch.dtype,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    loss_mask: Tensor | None,
+    ignore_index: int,
+    chunk_tokens: int | None,
+    live_tokens: int | None,
+    needs: list[bool],
+    main_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the gradients of hidden, weight and bias, empty where not needed or in main_grad."""
+    rows = Rows(labels, temperatures, temperature, loss_mask, ignore_index)
+    linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
+    gradients = LinearGradients(linear, needs, main_grad)
+    for index in split(live_indices("linear_logprob", rows.live(), live_tokens), len(weight), chunk_tokens):
+        operand = linear.operand(index)
+        logits = linear.logits(operand)
+        ChunkRows(index, rows).to_gradient_(logits, upstream, statistics)
+        gradients.add(index, operand, logits)
+    return gradients.results(weight.dtype)
+
+
+@linear_logprob_backward.register_fake
+def _(upstream: Any, statistics: Any, hidden: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    needs, main_grad = args[-2:]
+    vocab = weight.shape[0]
+    return (
+        hidden.new_empty(hidden.shape[0] if needs[0] else 0, hidden.shape[1]),
+        weight.new_empty(vocab if needs[1] and main_grad is None else 0, weight.shape[1]),
+        weight.new_empty(vocab if needs[2] else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, operand_dtype, labels, temperatures, temperature, loss_mask, *options, main_grad = inputs
+    logprobs, entropy, _lse, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(hidden, weight, bias, labels, temperatures, loss_mask, logprobs, entropy, row_max, log_sum)
+    ctx.operand_dtype, ctx.temperature, ctx.options = operand_dtype, temperature, options
+    ctx.main_grad = main_grad  # not saved: backward of another call may change it first
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, labels, temperatures, loss_mask, *statistics = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+    with torch.no_grad():
+        results = linear_logprob_backward(
+            list(grads[:3]),
+            statistics,
+            hidden,
+            weight,
+            bias,
+            ctx.operand_dtype,
+            labels,
+            temperatures,
+            ctx.temperature,
+            loss_mask,
+            *ctx.options,
+            needs,
+            ctx.main_grad,
+        )
+    wanted = [needs[0], needs[1] and ctx.main_grad is None, needs[2]]
+    sources = [x for x in (hidden, weight, bias, *grads[:3]) if x is not None]
+    once: Any = _OnceDifferentiable.apply
+    gradients = [
+        once("linear_logprob", grad, *sources) if want else None for want, grad in zip(wanted, results, strict=True)
+    ]
+    return *gradients, *(None,) * 9
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Passes a gradient on and refuses to be differentiated: it was computed, not recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, grad: Tensor, *sources: Tensor) -> Tensor:
+        ctx.op = op
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{ctx.op}: expected one backward pass; the op has no second derivative")
+
+
+linear_logprob.register_autograd(_backward, setup_context=_setup_context)

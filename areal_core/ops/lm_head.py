@@ -1,0 +1,145 @@
+"""The LM head fused with what follows it: log-probabilities from hidden states, without a [T, V] tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areal_core.ops import _linear_ops  # noqa: F401  (registers the ops)
+from areal_core.ops._linear_chunks import row_dtype
+from areal_core.ops.logprob import LogprobOutput
+
+_LOGPROB = "linear_logprob"
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    loss_mask: Tensor | None = None,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+    live_tokens: int | None = None,
+    main_grad: Tensor | None = None,
+) -> LogprobOutput:
+    """Log-probability of each label under logits = hidden @ weight.T + bias, with entropy (nats) and log-sum-exp.
+
+    What logprob_from_logits gives for those logits, which exist for a chunk of live rows at a time. Backward computes
+    them again: four matrix products a step instead of three, over the live rows only.
+
+    Args:
+        hidden: float32, bfloat16, float16 (float64 on CPU) [T, H], any strides; row t predicts labels[t].
+        weight: same dtype [V, H], any strides.
+        labels: integer [T], each in [0, V) or equal to ignore_index.
+        bias: same dtype [V].
+        temperature: > 0 and finite; a number, or a tensor [T] (or of one element) that receives no gradient.
+        loss_mask: bool (or number, nonzero = live) [T]; None: every row is live.
+        ignore_index: label of rows that count as masked.
+        chunk_tokens: rows of logits that exist at once. None: 256 MB of them on a CPU (at least 128 rows), 1024 to 4096
+            rows on a GPU (2 GB if that is between).
+        live_tokens: at least as many as there are live rows, where the host knows it. A GPU is not waited for to count
+            them: without this number it computes all T rows, masked ones as zeros.
+        main_grad: float32 (float64 for float64) [V, H], to which backward adds the gradient of the weight; weight.grad
+            is then left alone. The weight must require a gradient.
+
+    Returns:
+        LogprobOutput(logprobs, entropy, lse), each [T] float32 (float64 for float64), all differentiable.
+
+    Logits and their gradients are float32 (float64 for float64), and the gradient of the weight adds up in float32
+    before it is rounded to the weight's dtype. Under autocast a GPU multiplies in the dtype of autocast, and hidden and
+    weight may differ in dtype; a CPU multiplies in float32 always. Memory beyond inputs and gradients: one
+    chunk of logits, and on a GPU its gradient in the operands' dtype.
+
+    Masked rows are not multiplied: their outputs and gradients are 0, and NaN or inf in their hidden state reaches
+    nothing. Otherwise NaN and inf act as in logprob_from_logits. T = 0 gives empty tensors. Bitwise the same from run
+    to run where the matrix product is; chunk_tokens changes the last bits at most. Only once differentiable.
+
+    Raises:
+        ValueError: wrong shape or device, temperature not > 0, a label out of range, chunk_tokens < 1, or fewer
+            live_tokens than live rows. On a GPU nothing waits for these values to be checked: rows with such labels or
+            temperatures give NaN, and so do live rows beyond live_tokens.
+        TypeError: wrong dtype.
+
+    Source: M. Milakov, N. Gimelshein, arXiv 1805.02867; chunks of logits under the loss: E. Wijmans et al., "Cut Your
+    Losses in Large-Vocabulary Language Models", arXiv 2411.09009; P.-L. Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    """
+    operand_dtype = _check_linear(_LOGPROB, hidden, weight, bias, main_grad)
+    labels, loss_mask = _rows(_LOGPROB, hidden, labels, loss_mask)
+    temperatures, scalar = _split_temperature(_LOGPROB, temperature, hidden)
+    _check_counts(_LOGPROB, chunk_tokens, live_tokens)
+    linear = (hidden, weight, bias, operand_dtype)
+    rows = (labels, temperatures, scalar, loss_mask, ignore_index)
+    outputs = torch.ops.areal_core.linear_logprob.default(*linear, *rows, chunk_tokens, live_tokens, main_grad)
+    return LogprobOutput(*outputs[:3])
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _check_linear(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
+) -> torch.dtype:
+    """Check what is multiplied; give the dtype of the operands on a GPU."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if hidden.dtype not in dtypes:
+        raise TypeError(f"{op}: expected hidden dtype in {{float32, bfloat16, float16, float64}}, got {hidden.dtype}")
+    if hidden.dim() != 2:
+        raise ValueError(f"{op}: expected hidden of shape [T, H], got {list(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"{op}: expected weight of shape [V, {hidden.shape[1]}], got {list(weight.shape)}")
+    _check_tensor(op, "bias", bias, weight, (weight.shape[0],))
+    _check_tensor(op, "main_grad", main_grad, weight, tuple(weight.shape))
+    if weight.device != hidden.device:
+        raise ValueError(f"{op}: expected weight on {hidden.device}, got {weight.device}")
+    device, operand_dtype = hidden.device.type, hidden.dtype
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        operand_dtype = torch.get_autocast_dtype(device)
+    elif weight.dtype != hidden.dtype:
+        raise TypeError(f"{op}: expected weight dtype = {hidden.dtype}, got {weight.dtype}")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise TypeError(f"{op}: expected bias dtype = {weight.dtype}, got {bias.dtype}")
+    if main_grad is not None:
+        if main_grad.dtype != row_dtype(weight.dtype):
+            raise TypeError(f"{op}: expected main_grad dtype = {row_dtype(weight.dtype)}, got {main_grad.dtype}")
+        if torch.is_grad_enabled() and not weight.requires_grad:
+            raise ValueError(f"{op}: expected a weight that requires a gradient with main_grad, got one that does not")
+    return operand_dtype
+
+
+def _check_tensor(op: str, name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{op}: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor is not None and tensor.device != like.device:
+        raise ValueError(f"{op}: expected {name} on {like.device}, got {tensor.device}")
+
+
+def _rows(op: str, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(f"{op}: expected labels of an integer dtype, got {labels.dtype}")
+    _check_tensor(op, "labels", labels, hidden, (hidden.shape[0],))
+    _check_tensor(op, "loss_mask", loss_mask, hidden, (hidden.shape[0],))
+    return labels.to(torch.int64), None if loss_mask is None else loss_mask.to(torch.bool)
+
+
+def _split_temperature(op: str, temperature: float | Tensor, hidden: Tensor) -> tuple[Tensor | None, float]:
+    """Give (one per row, 1) or (None, the number)."""
+    if not isinstance(temperature, Tensor):
+        if not 2.0**-126 <= temperature < 2.0**128:
+            raise ValueError(f"{op}: expected temperature > 0 and finite, got {temperature}")
+        return None, float(temperature)
+    if temperature.requires_grad:
+        raise ValueError(f"{op}: expected temperature without requires_grad (it gets no gradient)")
+    values = temperature.to(device=hidden.device, dtype=row_dtype(hidden.dtype))
+    values = values.reshape(1).expand(hidden.shape[0]) if values.numel() == 1 else values
+    _check_tensor(op, "temperature", values, hidden, (hidden.shape[0],))
+    return values, 1.0
+
+
+def _check_counts(op: str, chunk_tokens: int | None, live_tokens: int | None) -> None:
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"{op}: expected chunk_tokens >= 1, got {chunk_tokens}")
+    if live_tokens is not None and live_tokens < 0:
+        raise ValueError(f"{op}: expected live_tokens >= 0, got {live_tokens}")
