@@ -33,6 +33,7 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::logprob_backward_kernel<.*, 1>", registers=40, shared_bytes=0),
     KernelRow(r"::logprob_forward_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
     KernelRow(r"::logprob_forward_split_kernel<", registers=64, wide_loads=5, shared_bytes=2 * 1024),
+    KernelRow(r"::logprob_merge_kernel", registers=64, wide_loads=2, shared_bytes=0),
     KernelRow(r"::mask_extents_kernel", registers=32, shared_bytes=0),
     KernelRow(r"::policy_loss_finish_kernel", registers=64, shared_bytes=2048),
     KernelRow(r"::policy_loss_kernel<float>", registers=80, shared_bytes=3072),

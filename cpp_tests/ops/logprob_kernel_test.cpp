@@ -144,6 +144,57 @@ TEST(LogprobKernel, MinusInfinityNanAndOutOfRange) {
   }
 }
 
+Result<float> check_shards(const Problem<float>& problem, const std::vector<int64_t>& sizes) {
+  int64_t bad_row = 0;
+  const auto partial = [&](const LogprobInput<float>& shard, int64_t total, LogprobPart<float>* parts) {
+    std::vector<float> workspace(static_cast<size_t>(logprob_workspace_bytes(shard) / 4 + 1), NAN);
+    logprob_partial_cuda(shard, total, parts, {workspace.data(), &bad_row}, nullptr);
+  };
+  const auto merge = [](const LogprobInput<float>& input, const LogprobPart<float>* parts, int64_t ranks,
+                        const LogprobOutput<float>& output) {
+    logprob_merge_cuda(input, parts, ranks, output, nullptr);
+  };
+  const auto backward = [](const LogprobInput<float>& shard, const LogprobGradient<float>& gradient) {
+    logprob_backward_cuda(shard, gradient, nullptr);
+  };
+  const Result<float> result = check_shards(problem, sizes, partial, merge, backward);
+  EXPECT_EQ(bad_row, 0);
+  return result;
+}
+
+TEST(LogprobKernel, ShardsOfTheVocabularyMergeIntoTheRow) {
+  for (const DType dtype : kDTypes) {
+    for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{1, 1}, {37, 1, 62}, {1023, 17000}}) {
+      SCOPED_TRACE(std::string(dtype_name(dtype)) + ", " + std::to_string(sizes.size()) + " shards");
+      int64_t vocab = 0;
+      for (const int64_t size : sizes) vocab += size;
+      Problem<float> problem(dtype, 5, vocab, 11, 3, 1);
+      problem.labels = {0, sizes[0] - 1, sizes[0], vocab - 1, 0};
+      problem.mask = {1, 1, 1, 1, 0};
+      check_shards(problem, sizes);
+    }
+  }
+}
+
+TEST(LogprobKernel, ShardsGiveTheSameBitsInEveryOrder) {
+  const Problem<float> problem(DType::kBFloat16, 20, 40, 12);
+  const Result<float> result = check_shards(problem, {16, 24});
+  cuda_shim::for_each_order([&] { EXPECT_TRUE(check_shards(problem, {16, 24}) == result); });
+}
+
+TEST(LogprobKernel, ALabelOfNoShardMakesItsRowNan) {
+  Problem<float> problem(DType::kFloat32, 2, 10, 13);
+  problem.labels[1] = 10;
+  int64_t bad_row = 0;
+  std::vector<LogprobPart<float>> parts(2);
+  logprob_partial_cuda(shard_of(problem, 0, 10), 10, parts.data(), {nullptr, &bad_row}, nullptr);
+  EXPECT_EQ(bad_row, 2);
+  Result<float> result(2);
+  logprob_merge_cuda(problem.input(), parts.data(), 1, result.output(), nullptr);
+  EXPECT_FALSE(std::isnan(result.logprobs[0]));
+  for (const float value : {result.logprobs[1], result.entropy[1], result.lse[1]}) EXPECT_TRUE(std::isnan(value));
+}
+
 TEST(LogprobKernel, EmptyInputsAreNoLaunch) {
   Problem<float> problem(DType::kFloat32, 0, 8, 9);
   EXPECT_EQ(logprob_workspace_bytes(problem.input()), 0);

@@ -212,4 +212,43 @@ void expect_matches_oracle(const Problem<Real>& problem, const Result<Real>& res
   }
 }
 
+// The columns [start, start + size) of a problem, as the rank that holds them sees it.
+template <class Real>
+LogprobInput<Real> shard_of(const Problem<Real>& problem, int64_t start, int64_t size) {
+  LogprobInput<Real> shard = problem.input();
+  shard.logits = static_cast<const char*>(shard.logits) + start * problem.logits.bytes();
+  shard.vocab = size;
+  shard.vocab_start = start;
+  return shard;
+}
+
+// The op with the vocabulary cut into shards of the given sizes: partial(shard, total, parts) for each, one
+// merge(input, parts, ranks, output), and backward(shard, gradient) for each.
+template <class Real, class PartialFn, class MergeFn, class BackwardFn>
+Result<Real> check_shards(const Problem<Real>& problem, const std::vector<int64_t>& sizes, const PartialFn& partial,
+                          const MergeFn& merge, const BackwardFn& backward) {
+  const int64_t rows = problem.logits.rows, total = problem.logits.columns;
+  std::vector<LogprobPart<Real>> parts(sizes.size() * static_cast<size_t>(rows), {NAN, NAN, NAN, NAN});
+  std::vector<LogprobInput<Real>> shards;
+  int64_t start = 0;
+  for (const int64_t size : sizes) {
+    shards.push_back(shard_of(problem, start, size));
+    partial(shards.back(), total, parts.data() + (static_cast<int64_t>(shards.size()) - 1) * rows);
+    start += size;
+  }
+  EXPECT_EQ(start, total);
+  Result<Real> result(rows);
+  merge(shards[0], static_cast<const LogprobPart<Real>*>(parts.data()), static_cast<int64_t>(sizes.size()),
+        result.output());
+  Matrix grad(problem.logits.dtype, rows, total, problem.logits.stride - total, problem.logits.offset);
+  for (const LogprobInput<Real>& shard : shards) {
+    LogprobGradient<Real> gradient = result.gradient(problem, grad);
+    gradient.grad_logits = static_cast<char*>(grad.data()) + shard.vocab_start * grad.bytes();
+    backward(shard, gradient);
+  }
+  expect_matches_oracle(problem, result, grad);
+  EXPECT_TRUE(grad.surroundings_untouched());
+  return result;
+}
+
 }  // namespace areal::logprob_test

@@ -86,6 +86,46 @@ TEST_F(Logprob, InPlaceBackwardIsTheSameWhenManyThreadsShareARow) {
   EXPECT_EQ(std::memcmp(grad.base(), problem.logits.base(), 50257 * 4), 0);
 }
 
+template <class Real>
+Result<Real> check_shards(const Problem<Real>& problem, const std::vector<int64_t>& sizes) {
+  return check_shards(
+      problem, sizes,
+      [](const auto& shard, int64_t total, LogprobPart<Real>* parts) { logprob_partial_cpu(shard, total, parts); },
+      [](const auto& input, const LogprobPart<Real>* parts, int64_t ranks, const auto& output) {
+        logprob_merge_cpu(input, parts, ranks, output);
+      },
+      [](const auto& shard, const auto& gradient) { logprob_backward_cpu(shard, gradient); });
+}
+
+TEST_F(Logprob, ShardsOfTheVocabularyMergeIntoTheRow) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::vector<int64_t>& sizes :
+         {std::vector<int64_t>{1}, {1, 1}, {37, 1, 62}, {4095, 4096, 1, 4097}, {0, 5, 0, 3}}) {
+      SCOPED_TRACE(std::string(dtype_name(dtype)) + ", " + std::to_string(sizes.size()) + " shards");
+      int64_t vocab = 0;
+      for (const int64_t size : sizes) vocab += size;
+      Problem<float> problem(dtype, 2 * static_cast<int64_t>(sizes.size()) + 1, vocab, 7, 3, 1);
+      int64_t start = 0, row = 0;
+      for (const int64_t size : sizes) {  // labels on either side of every border; the last row stays as it is
+        problem.labels[static_cast<size_t>(row++)] = std::min(start, vocab - 1);
+        start += size;
+        problem.labels[static_cast<size_t>(row++)] = std::max<int64_t>(start - 1, 0);
+      }
+      problem.mask.assign(problem.labels.size(), 1);
+      problem.mask[1] = 0;
+      check_shards(problem, sizes);
+    }
+  }
+  check_shards(Problem<double>(DType::kFloat64, 3, 100, 8), {33, 67});
+}
+
+TEST_F(Logprob, ShardsGiveTheSameBitsForAnyNumberOfThreads) {
+  const Problem<float> problem(DType::kBFloat16, 3, 50257, 9);
+  const Result<float> result = check_shards(problem, {20000, 30257});
+  set_parallel_for(split_backwards<7>, [] { return int64_t{7}; });
+  EXPECT_TRUE(check_shards(problem, {20000, 30257}) == result);
+}
+
 TEST_F(Logprob, LargeOffsetsLoseNoDigits) {
   for (const Isa isa : {Isa::kBaseline, best_isa()}) {
     set_active_isa(isa);

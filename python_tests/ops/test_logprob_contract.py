@@ -59,7 +59,8 @@ def test_temperature_out_of_range_raises(temperature: float) -> None:
             r"loss_mask of shape \[3\]",
         ),
         (torch.zeros(3, 4), torch.zeros(3).long(), {"temperature": torch.ones(2)}, ValueError, r"of shape \[3\]"),
-        (torch.zeros(3, 4), torch.zeros(3).long(), {"group": object()}, NotImplementedError, "expected group = None"),
+        (torch.zeros(3, 4), torch.zeros(3).long(), {"group": object()}, TypeError, "ProcessGroup, got object"),
+        (torch.zeros(3, 4), torch.zeros(3).long(), {"vocab_sizes": [4]}, ValueError, "vocab_sizes with a group only"),
         (
             torch.zeros(3, 4),
             torch.zeros(3).long(),

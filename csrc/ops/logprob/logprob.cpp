@@ -78,12 +78,12 @@ void backward_block(const void* logits, void* grad, DType, int64_t count, const 
 }
 
 template <class Real>
-void check_live_rows(const LogprobInput<Real>& input) {
+void check_live_rows(const LogprobInput<Real>& input, int64_t vocab_total) {
   const char* op = "logprob_from_logits";
   for (int64_t row = 0; row < input.rows; ++row) {
     if (!input.live(row)) continue;
     const int64_t label = input.labels[row];
-    AREAL_CHECK(label >= 0 && label < input.vocab, op, ": expected labels[", row, "] in [0, ", input.vocab,
+    AREAL_CHECK(label >= 0 && label < vocab_total, op, ": expected labels[", row, "] in [0, ", vocab_total,
                 ") or equal to ignore_index = ", input.ignore_index, ", got ", label);
     const Real temperature = input.row_temperature(row);
     AREAL_CHECK(temperature > 0 && std::isnormal(temperature), op, ": expected temperature of row ", row,
@@ -97,42 +97,67 @@ Partial<double> row_block(const LogprobInput<Real>& input, int64_t row, int64_t 
   return forward_block(element(input, row, block * kBlock), input.dtype, block_length(input, block), scale);
 }
 
+// Where the sums of a row go: they become its outputs, or the part that this rank contributes.
+template <class Real>
+struct OutputSink {
+  const LogprobInput<Real>& input;
+  const LogprobOutput<Real>& output;
+
+  void live(int64_t row, const Partial<double>& total) const {
+    const double label_logit = load_logit(element(input, row, input.labels[row]), input.dtype, Real{});
+    store(row, logprob::finish_row<double>(total, label_logit, input.row_temperature(row)), total.max);
+  }
+  void masked(int64_t row) const { store(row, {0, 0, 0, 0}, 0); }
+  void store(int64_t row, const logprob::RowResult<double>& result, double row_max) const {
+    output.logprobs[row] = static_cast<Real>(result.logprob);
+    output.entropy[row] = static_cast<Real>(result.entropy);
+    output.lse[row] = static_cast<Real>(result.lse);
+    output.row_max[row] = static_cast<Real>(row_max);
+    output.log_sum[row] = static_cast<Real>(result.log_sum);
+  }
+};
+
+template <class Real>
+struct PartSink {
+  const LogprobInput<Real>& input;
+  LogprobPart<Real>* parts;
+
+  void live(int64_t row, const Partial<double>& total) const {
+    const int64_t column = input.labels[row] - input.vocab_start;
+    const bool owned = column >= 0 && column < input.vocab;
+    const auto part =
+        logprob::to_part<double>(total, owned ? load_logit(element(input, row, column), input.dtype, Real{}) : Real(0));
+    parts[row] = {static_cast<Real>(part.max), static_cast<Real>(part.excess), static_cast<Real>(part.weighted),
+                  static_cast<Real>(part.label_logit)};
+  }
+  void masked(int64_t row) const { parts[row] = {0, 0, 0, 0}; }
+};
+
 // Merges a row's blocks, given by block(index), in index order; in double, so that their number costs no digits.
-template <class Real, class Block>
-void finish_row(const LogprobInput<Real>& input, const LogprobOutput<Real>& output, int64_t row, const Block& block) {
-  const double temperature = input.row_temperature(row), scale = logprob::kLog2E / temperature;
-  Partial<double> total = block(0);
-  for (int64_t b = 1; b < block_count(input); ++b) total = logprob::merge(total, block(b), scale);
-  const double label_logit = load_logit(element(input, row, input.labels[row]), input.dtype, Real{});
-  const auto result = logprob::finish_row(total, label_logit, temperature);
-  output.logprobs[row] = static_cast<Real>(result.logprob);
-  output.entropy[row] = static_cast<Real>(result.entropy);
-  output.lse[row] = static_cast<Real>(result.lse);
-  output.row_max[row] = static_cast<Real>(total.max);
-  output.log_sum[row] = static_cast<Real>(result.log_sum);
+template <class Real, class Sink, class Block>
+void finish_row(const LogprobInput<Real>& input, int64_t row, const Sink& sink, const Block& block) {
+  const double scale = logprob::kLog2E / static_cast<double>(input.row_temperature(row));
+  Partial<double> total = logprob::empty_partial<double>();
+  for (int64_t b = 0; b < block_count(input); ++b) total = b == 0 ? block(0) : logprob::merge(total, block(b), scale);
+  sink.live(row, total);
 }
 
-template <class Real>
-void clear_row(const LogprobOutput<Real>& output, int64_t row) {
-  for (Real* values : {output.logprobs, output.entropy, output.lse, output.row_max, output.log_sum}) values[row] = 0;
-}
-
-template <class Real>
-void forward_by_rows(const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
+template <class Real, class Sink>
+void forward_by_rows(const LogprobInput<Real>& input, const Sink& sink) {
   parallel_for(0, input.rows, grain_for(input.vocab), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (input.live(row)) {
-        finish_row(input, output, row, [&](int64_t block) { return row_block(input, row, block); });
+        finish_row(input, row, sink, [&](int64_t block) { return row_block(input, row, block); });
       } else {
-        clear_row(output, row);
+        sink.masked(row);
       }
     }
   });
 }
 
 // For few rows: the blocks of all rows are shared out, their results kept and merged afterwards.
-template <class Real>
-void forward_by_blocks(const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
+template <class Real, class Sink>
+void forward_by_blocks(const LogprobInput<Real>& input, const Sink& sink) {
   const int64_t blocks = block_count(input);
   std::vector<Partial<double>> parts(static_cast<size_t>(input.rows * blocks));
   parallel_for(0, input.rows * blocks, grain_for(kBlock), [&](int64_t begin, int64_t end) {
@@ -142,22 +167,39 @@ void forward_by_blocks(const LogprobInput<Real>& input, const LogprobOutput<Real
   });
   for (int64_t row = 0; row < input.rows; ++row) {
     if (input.live(row)) {
-      finish_row(input, output, row, [&](int64_t block) { return parts[static_cast<size_t>(row * blocks + block)]; });
+      finish_row(input, row, sink, [&](int64_t block) { return parts[static_cast<size_t>(row * blocks + block)]; });
     } else {
-      clear_row(output, row);
+      sink.masked(row);
     }
   }
 }
 
-template <class Real>
-void forward(const LogprobInput<Real>& input, const LogprobOutput<Real>& output) {
-  check_live_rows(input);
+template <class Real, class Sink>
+void forward(const LogprobInput<Real>& input, int64_t vocab_total, const Sink& sink) {
+  check_live_rows(input, vocab_total);
   const int64_t threads = num_threads();
   if (threads > 1 && input.rows < 4 * threads) {
-    forward_by_blocks(input, output);
+    forward_by_blocks(input, sink);
   } else {
-    forward_by_rows(input, output);
+    forward_by_rows(input, sink);
   }
+}
+
+template <class Real>
+void merge_rows(const LogprobInput<Real>& input, const LogprobPart<Real>* parts, int64_t ranks,
+                const LogprobOutput<Real>& output) {
+  const OutputSink<Real> sink{input, output};
+  parallel_for(0, input.rows, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (!input.live(row)) {
+        sink.masked(row);
+        continue;
+      }
+      double row_max = 0;
+      const auto result = logprob::merge_ranks(parts + row, ranks, input.rows, input.row_temperature(row), &row_max);
+      sink.store(row, result, row_max);
+    }
+  });
 }
 
 template <class Real>
@@ -171,7 +213,8 @@ template <class Real>
 void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient, int64_t row, int64_t first,
                      int64_t last) {
   const int64_t bytes = static_cast<int64_t>(dtype_size_bytes(input.dtype));
-  const int64_t begin = first * kBlock, end = std::min(last * kBlock, input.vocab), label = input.labels[row];
+  const int64_t begin = first * kBlock, end = std::min(last * kBlock, input.vocab);
+  const int64_t label = input.labels[row] - input.vocab_start;  // in another shard: outside [0, vocab)
   const Real temperature = input.row_temperature(row), entropy = gradient.entropy[row];
   const auto up = upstream(gradient, row);
   const auto math = input.live(row)
@@ -206,10 +249,24 @@ void backward(const LogprobInput<Real>& input, const LogprobGradient<Real>& grad
 }  // namespace
 
 void logprob_forward_cpu(const LogprobInput<float>& input, const LogprobOutput<float>& output) {
-  forward(input, output);
+  forward(input, input.vocab, OutputSink<float>{input, output});
 }
 void logprob_forward_cpu(const LogprobInput<double>& input, const LogprobOutput<double>& output) {
-  forward(input, output);
+  forward(input, input.vocab, OutputSink<double>{input, output});
+}
+void logprob_partial_cpu(const LogprobInput<float>& input, int64_t vocab_total, LogprobPart<float>* parts) {
+  forward(input, vocab_total, PartSink<float>{input, parts});
+}
+void logprob_partial_cpu(const LogprobInput<double>& input, int64_t vocab_total, LogprobPart<double>* parts) {
+  forward(input, vocab_total, PartSink<double>{input, parts});
+}
+void logprob_merge_cpu(const LogprobInput<float>& input, const LogprobPart<float>* parts, int64_t ranks,
+                       const LogprobOutput<float>& output) {
+  merge_rows(input, parts, ranks, output);
+}
+void logprob_merge_cpu(const LogprobInput<double>& input, const LogprobPart<double>* parts, int64_t ranks,
+                       const LogprobOutput<double>& output) {
+  merge_rows(input, parts, ranks, output);
 }
 void logprob_backward_cpu(const LogprobInput<float>& input, const LogprobGradient<float>& gradient) {
   backward(input, gradient);

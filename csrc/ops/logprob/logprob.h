@@ -9,6 +9,10 @@
 // sum of the entropy added (logprob_math.h).
 //
 // Rows whose label is ignore_index, or whose loss_mask is 0, are not read: their outputs and their gradient are 0.
+//
+// Vocab-parallel: a rank holds columns [vocab_start, vocab_start + vocab) of every row. logprob_partial summarises them
+// in 16 bytes a row, ranks exchange those in one all-gather, logprob_merge gives the outputs, the same bits on every
+// rank, and backward is local.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +28,11 @@ template <class Real>
 struct LogprobInput {
   const void* logits = nullptr;  // [rows, vocab], element stride 1
   DType dtype = DType::kFloat32;
-  int64_t row_stride = 0;  // in elements; 0 (an expanded row) is fine
-  int64_t rows = 0;        // T
-  int64_t vocab = 0;       // V
-  const int64_t* labels = nullptr;
+  int64_t row_stride = 0;              // in elements; 0 (an expanded row) is fine
+  int64_t rows = 0;                    // T
+  int64_t vocab = 0;                   // V; of the shard where the vocabulary is split
+  int64_t vocab_start = 0;             // the whole vocabulary's index of column 0
+  const int64_t* labels = nullptr;     // indices of the whole vocabulary
   const Real* temperatures = nullptr;  // nullptr: `temperature` for every row
   double temperature = 1.0;
   const bool* loss_mask = nullptr;  // nullptr: every row is live
@@ -39,6 +44,15 @@ struct LogprobInput {
   AREAL_HOST_DEVICE Real row_temperature(int64_t row) const {
     return temperatures == nullptr ? static_cast<Real>(temperature) : temperatures[row];
   }
+};
+
+// What a rank contributes to a row.
+template <class Real>
+struct alignas(4 * sizeof(Real)) LogprobPart {
+  Real max;          // of the shard's raw logits, -inf where it has no finite one
+  Real excess;       // sum_j e^(z_j - z_max) - 1: of a sum near 1, the digits behind the 1 are what matters
+  Real weighted;     // sum_j e^(z_j - z_max) (z_j - z_max) log2(e)
+  Real label_logit;  // 0 where another rank owns the label: the ranks' sum is the label's logit
 };
 
 // Per-row results. row_max (of the raw logits) and log_sum (ln sum_j e^(z_j - z_max)) are what backward needs; lse
@@ -72,6 +86,15 @@ void logprob_forward_cpu(const LogprobInput<double>& input, const LogprobOutput<
 void logprob_backward_cpu(const LogprobInput<float>& input, const LogprobGradient<float>& gradient);
 void logprob_backward_cpu(const LogprobInput<double>& input, const LogprobGradient<double>& gradient);
 
+// CPU, vocab-parallel. Labels must lie in [0, vocab_total), the length of the whole vocabulary; parts [rows].
+void logprob_partial_cpu(const LogprobInput<float>& input, int64_t vocab_total, LogprobPart<float>* parts);
+void logprob_partial_cpu(const LogprobInput<double>& input, int64_t vocab_total, LogprobPart<double>* parts);
+// parts [ranks, rows], rank after rank, merged in that order. The logits are not read.
+void logprob_merge_cpu(const LogprobInput<float>& input, const LogprobPart<float>* parts, int64_t ranks,
+                       const LogprobOutput<float>& output);
+void logprob_merge_cpu(const LogprobInput<double>& input, const LogprobPart<double>* parts, int64_t ranks,
+                       const LogprobOutput<double>& output);
+
 // CUDA; float32, bfloat16 and float16. Asynchronous on `stream` (a cudaStream_t), no host synchronisation, bitwise the
 // same from run to run. Labels and temperatures cannot be checked on the host: a live row where they are out of range
 // gets NaN, and *bad_row (64 bits of memory that host and device can access, 0 before) is set to one plus such a row.
@@ -83,5 +106,9 @@ int64_t logprob_workspace_bytes(const LogprobInput<float>& input);
 void logprob_forward_cuda(const LogprobInput<float>& input, const LogprobOutput<float>& output,
                           const LogprobCudaScratch& scratch, void* stream);
 void logprob_backward_cuda(const LogprobInput<float>& input, const LogprobGradient<float>& gradient, void* stream);
+void logprob_partial_cuda(const LogprobInput<float>& input, int64_t vocab_total, LogprobPart<float>* parts,
+                          const LogprobCudaScratch& scratch, void* stream);
+void logprob_merge_cuda(const LogprobInput<float>& input, const LogprobPart<float>* parts, int64_t ranks,
+                        const LogprobOutput<float>& output, void* stream);
 
 }  // namespace areal

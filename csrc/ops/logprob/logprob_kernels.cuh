@@ -94,10 +94,10 @@ __device__ __forceinline__ Partial<float> thread_partial(const T* row, const Row
   return part;
 }
 
-__device__ __forceinline__ bool row_is_valid(const Input& input, int64_t row) {
+__device__ __forceinline__ bool row_is_valid(const Input& input, int64_t row, int64_t vocab_total) {
   const int64_t label = input.labels[row];
   const float temperature = input.row_temperature(row);
-  return label >= 0 && label < input.vocab && temperature >= 1.17549435e-38f && temperature < INFINITY;
+  return label >= 0 && label < vocab_total && temperature >= 1.17549435e-38f && temperature < INFINITY;
 }
 
 __device__ __forceinline__ void store_row(const Output& output, int64_t row, float logprob, float entropy, float lse,
@@ -109,24 +109,42 @@ __device__ __forceinline__ void store_row(const Output& output, int64_t row, flo
   output.log_sum[row] = log_sum;
 }
 
-// For one thread of a row that has nothing to read: masked, or out of range.
-__device__ __forceinline__ void store_skipped_row(const Input& input, const Output& output, int64_t row,
-                                                  int64_t* bad_row) {
-  if (!input.live(row)) {
-    store_row(output, row, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f);
-  } else {
-    store_row(output, row, NAN, NAN, NAN, NAN, NAN);
-    atomicMax(reinterpret_cast<unsigned long long*>(bad_row), static_cast<unsigned long long>(row + 1));
-  }
+template <class T>
+__device__ __forceinline__ float load_logit(const Input& input, int64_t row, int64_t column) {
+  return to_float(static_cast<const T*>(input.logits)[row * input.row_stride + column]);
 }
 
-// For one thread, once the row's sums are known.
+// Where one thread puts the sums of a row: they become its outputs, or the part that this rank contributes.
 template <class T>
-__device__ __forceinline__ void store_live_row(const Input& input, const Output& output, int64_t row,
-                                               const Partial<float>& total) {
-  const float label_logit = to_float(static_cast<const T*>(input.logits)[row * input.row_stride + input.labels[row]]);
-  const auto result = logprob::finish_row(total, label_logit, input.row_temperature(row));
-  store_row(output, row, result.logprob, result.entropy, result.lse, total.max, result.log_sum);
+struct OutputSink {
+  Output output;
+  __device__ __forceinline__ void live(const Input& input, int64_t row, const Partial<float>& total) const {
+    const float label_logit = load_logit<T>(input, row, input.labels[row]);
+    const auto result = logprob::finish_row(total, label_logit, input.row_temperature(row));
+    store_row(output, row, result.logprob, result.entropy, result.lse, total.max, result.log_sum);
+  }
+  __device__ __forceinline__ void fill(int64_t row, float value) const {
+    store_row(output, row, value, value, value, value, value);
+  }
+};
+
+template <class T>
+struct PartSink {
+  LogprobPart<float>* parts;
+  __device__ __forceinline__ void live(const Input& input, int64_t row, const Partial<float>& total) const {
+    const int64_t column = input.labels[row] - input.vocab_start;
+    const bool owned = column >= 0 && column < input.vocab;
+    parts[row] = logprob::to_part(total, owned ? load_logit<T>(input, row, column) : 0.0f);
+  }
+  __device__ __forceinline__ void fill(int64_t row, float value) const { parts[row] = {value, value, value, value}; }
+};
+
+// For one thread of a row that has nothing to read: masked, or out of range.
+template <class Sink>
+__device__ __forceinline__ void skip_row(const Input& input, const Sink& sink, int64_t row, int64_t* bad_row) {
+  const bool live = input.live(row);
+  sink.fill(row, live ? NAN : 0.0f);
+  if (live) atomicMax(reinterpret_cast<unsigned long long*>(bad_row), static_cast<unsigned long long>(row + 1));
 }
 
 // Merge for block_reduce and warp_reduce.
@@ -142,13 +160,13 @@ __device__ __forceinline__ float row_scale(const Input& input, int64_t row) {
 }
 
 // A block per row; the grid strides over the rows.
-template <class T>
+template <class T, class Sink>
 __global__ void __launch_bounds__(kThreads)
-    logprob_forward_kernel(const Input input, const Output output, int64_t* bad_row) {
+    logprob_forward_kernel(const Input input, const int64_t vocab_total, const Sink sink, int64_t* bad_row) {
   __shared__ Partial<float> warps[kThreads / kWarp];
   for (int64_t row = blockIdx.x; row < input.rows; row += gridDim.x) {
-    if (!input.live(row) || !row_is_valid(input, row)) {
-      if (threadIdx.x == 0) store_skipped_row(input, output, row, bad_row);
+    if (!input.live(row) || !row_is_valid(input, row, vocab_total)) {
+      if (threadIdx.x == 0) skip_row(input, sink, row, bad_row);
       continue;
     }
     const T* x = static_cast<const T*>(input.logits) + row * input.row_stride;
@@ -156,7 +174,7 @@ __global__ void __launch_bounds__(kThreads)
     const RowCut cut = cut_row(x, input.vocab);
     const auto part = thread_partial(x, cut, Share{0, cut.vectors, cut.head, cut.tail}, scale);
     const auto total = block_reduce<kThreads>(part, MergePartials{scale}, logprob::empty_partial<float>(), warps);
-    if (threadIdx.x == 0) store_live_row<T>(input, output, row, total);
+    if (threadIdx.x == 0) sink.live(input, row, total);
   }
 }
 
@@ -167,15 +185,15 @@ __device__ __forceinline__ Partial<float> load_shared_part(const Partial<float>*
 
 // For few rows: grid (splits, rows). Every block leaves its triple in parts[row][split]; the one that arrives last at
 // the row's counter merges them, always in the same order.
-template <class T>
+template <class T, class Sink>
 __global__ void __launch_bounds__(kThreads)
-    logprob_forward_split_kernel(const Input input, const Output output, Partial<float>* parts, unsigned* arrivals,
-                                 int64_t* bad_row) {
+    logprob_forward_split_kernel(const Input input, const int64_t vocab_total, const Sink sink, Partial<float>* parts,
+                                 unsigned* arrivals, int64_t* bad_row) {
   __shared__ Partial<float> warps[kThreads / kWarp];
   const int64_t row = blockIdx.y;
   const unsigned split = blockIdx.x, splits = gridDim.x, thread = threadIdx.x;
-  if (!input.live(row) || !row_is_valid(input, row)) {
-    if (split == 0 && thread == 0) store_skipped_row(input, output, row, bad_row);
+  if (!input.live(row) || !row_is_valid(input, row, vocab_total)) {
+    if (split == 0 && thread == 0) skip_row(input, sink, row, bad_row);
     return;
   }
   const T* x = static_cast<const T*>(input.logits) + row * input.row_stride;
@@ -201,7 +219,19 @@ __global__ void __launch_bounds__(kThreads)
   auto merged = logprob::empty_partial<float>();
   for (unsigned i = thread; i < splits; i += kWarp) merged = merge(merged, load_shared_part(row_parts + i));
   merged = warp_reduce(merged, merge);
-  if (thread == 0) store_live_row<T>(input, output, row, merged);
+  if (thread == 0) sink.live(input, row, merged);
+}
+
+// A thread per row; parts [ranks, rows].
+__global__ void __launch_bounds__(kThreads)
+    logprob_merge_kernel(const Input input, const LogprobPart<float>* parts, const int64_t ranks, const Output output) {
+  const int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (row >= input.rows) return;
+  if (!input.live(row)) return store_row(output, row, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f);
+  double row_max = 0;
+  const auto result = logprob::merge_ranks(parts + row, ranks, input.rows, input.row_temperature(row), &row_max);
+  store_row(output, row, static_cast<float>(result.logprob), static_cast<float>(result.entropy),
+            static_cast<float>(result.lse), static_cast<float>(row_max), static_cast<float>(result.log_sum));
 }
 
 // Logits to gradients, as if none were the label's.
@@ -236,7 +266,7 @@ __device__ __forceinline__ float value_or_zero(const float* values, int64_t row)
 }
 
 __device__ __forceinline__ RowLabel load_label(const Input& input, const Gradient& gradient, int64_t row) {
-  return {input.labels[row],
+  return {input.labels[row] - input.vocab_start,  // in another shard: outside [0, vocab)
           {value_or_zero(gradient.grad_logprobs, row), value_or_zero(gradient.grad_entropy, row),
            value_or_zero(gradient.grad_lse, row)},
           gradient.logprobs[row],

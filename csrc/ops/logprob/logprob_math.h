@@ -1,12 +1,12 @@
 // Row math of the logprob op, the same on CPU and GPU. A part of a row is summarised by a triple, relative to its
-// own maximum; triples of parts merge into the triple of the row, in whatever order the caller fixes. A row split
-// over ranks merges the same way: a rank contributes its triple and the label's logit.
+// own maximum; triples of parts merge into the triple of the row, in whatever order the caller fixes.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "base/host_device.h"
+#include "ops/logprob/logprob.h"
 
 namespace areal::logprob {
 
@@ -45,6 +45,16 @@ AREAL_HOST_DEVICE Partial<Real> merge(const Partial<Real>& a, const Partial<Real
   return {max, fa * a.sum + fb * b.sum, fa * (a.weighted + ta * a.sum) + fb * (b.weighted + tb * b.sum)};
 }
 
+// What a rank sends of its shard's triple, and the triple that arrives.
+template <class Real>
+AREAL_HOST_DEVICE LogprobPart<Real> to_part(const Partial<Real>& shard, Real label_logit) {
+  return {shard.max, shard.sum - Real(1), shard.weighted, label_logit};
+}
+template <class Real>
+AREAL_HOST_DEVICE Partial<double> from_part(const LogprobPart<Real>& part) {
+  return {part.max, 1.0 + part.excess, part.weighted};
+}
+
 template <class Real>
 struct RowResult {
   Real logprob;
@@ -64,6 +74,21 @@ AREAL_HOST_DEVICE RowResult<Real> finish_row(const Partial<Real>& row, Real labe
   // Below 1e-30 it is rounding, or what is left of exponents that were clamped.
   return {(label_logit - row.max) / temperature - log_sum, entropy < Real(1e-30) ? Real(0) : entropy,
           row.max / temperature + log_sum, log_sum};
+}
+
+// The outputs of one row from the parts of all ranks, `stride` apart, in rank order. In double: with few ranks it
+// costs nothing, and keeps what the parts hold.
+template <class Real>
+AREAL_HOST_DEVICE RowResult<double> merge_ranks(const LogprobPart<Real>* parts, int64_t ranks, int64_t stride,
+                                                double temperature, double* row_max) {
+  Partial<double> total = from_part(parts[0]);
+  double label_logit = parts[0].label_logit;
+  for (int64_t rank = 1; rank < ranks; ++rank) {
+    total = merge(total, from_part(parts[rank * stride]), kLog2E / temperature);
+    label_logit += parts[rank * stride].label_logit;
+  }
+  *row_max = total.max;
+  return finish_row(total, label_logit, temperature);
 }
 
 template <class Real>

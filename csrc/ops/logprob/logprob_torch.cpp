@@ -20,7 +20,8 @@ constexpr const char* kOp = "logprob_from_logits";
 
 template <class Real>
 LogprobInput<Real> make_input(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures,
-                              double temperature, const OptionalTensor& loss_mask, int64_t ignore_index) {
+                              double temperature, const OptionalTensor& loss_mask, int64_t ignore_index,
+                              int64_t vocab_start) {
   AREAL_CHECK(logits.dim() == 2, kOp, ": expected logits of shape [T, V], got ", logits.dim(), "-D");
   AREAL_CHECK(logits.stride(1) == 1 || logits.size(1) <= 1, kOp, ": expected logits.stride(-1) = 1, got ",
               logits.stride(1));
@@ -33,6 +34,7 @@ LogprobInput<Real> make_input(const Tensor& logits, const Tensor& labels, const 
   input.row_stride = logits.stride(0);
   input.rows = rows;
   input.vocab = logits.size(1);
+  input.vocab_start = vocab_start;
   input.labels = vector_data<const int64_t>(labels, rows, logits, kOp, "labels");
   input.temperatures = vector_data<Real>(temperatures, rows, logits, kOp, "temperature");
   input.temperature = temperature;
@@ -77,6 +79,15 @@ struct Cpu {
   static void backward(const Tensor&, const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient) {
     logprob_backward_cpu(input, gradient);
   }
+  template <class Real>
+  static void partial(const Tensor&, const LogprobInput<Real>& input, int64_t vocab_total, LogprobPart<Real>* parts) {
+    logprob_partial_cpu(input, vocab_total, parts);
+  }
+  template <class Real>
+  static void merge(const Tensor&, const LogprobInput<Real>& input, const LogprobPart<Real>* parts, int64_t ranks,
+                    const LogprobOutput<Real>& output) {
+    logprob_merge_cpu(input, parts, ranks, output);
+  }
 };
 
 #if defined(AREAL_WITH_CUDA)
@@ -104,38 +115,116 @@ void check_earlier_rows() {
                              " of an earlier call (its outputs are NaN)"));
 }
 
+// Calls launch(scratch, stream) on the logits' device.
+template <class Launch>
+void launch_reading(const Tensor& logits, const LogprobInput<float>& input, const Launch& launch) {
+  check_earlier_rows();
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const Tensor workspace = empty({logprob_workspace_bytes(input)}, ScalarType::Byte, logits);
+  launch(LogprobCudaScratch{workspace.mutable_data_ptr(), const_cast<int64_t*>(bad_row_flag())},
+         bind::current_cuda_stream(logits.get_device_index()));
+}
+
 struct Cuda {
   static void forward(const Tensor& logits, const LogprobInput<float>& input, const LogprobOutput<float>& output) {
-    check_earlier_rows();
+    launch_reading(logits, input, [&](const LogprobCudaScratch& scratch, void* stream) {
+      logprob_forward_cuda(input, output, scratch, stream);
+    });
+  }
+  static void partial(const Tensor& logits, const LogprobInput<float>& input, int64_t vocab_total,
+                      LogprobPart<float>* parts) {
+    launch_reading(logits, input, [&](const LogprobCudaScratch& scratch, void* stream) {
+      logprob_partial_cuda(input, vocab_total, parts, scratch, stream);
+    });
+  }
+  static void merge(const Tensor& logits, const LogprobInput<float>& input, const LogprobPart<float>* parts,
+                    int64_t ranks, const LogprobOutput<float>& output) {
     const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-    const Tensor workspace = empty({logprob_workspace_bytes(input)}, ScalarType::Byte, logits);
-    const LogprobCudaScratch scratch{workspace.mutable_data_ptr(), const_cast<int64_t*>(bad_row_flag())};
-    logprob_forward_cuda(input, output, scratch, bind::current_cuda_stream(logits.get_device_index()));
+    logprob_merge_cuda(input, parts, ranks, output, bind::current_cuda_stream(logits.get_device_index()));
   }
   static void backward(const Tensor& logits, const LogprobInput<float>& input, const LogprobGradient<float>& gradient) {
     const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
     logprob_backward_cuda(input, gradient, bind::current_cuda_stream(logits.get_device_index()));
   }
-  static void forward(const Tensor&, const LogprobInput<double>&, const LogprobOutput<double>&) { refuse_float64(); }
-  static void backward(const Tensor&, const LogprobInput<double>&, const LogprobGradient<double>&) { refuse_float64(); }
+  template <class... Args>
+  static void forward(const Tensor&, const LogprobInput<double>&, const Args&...) {
+    refuse_float64();
+  }
+  template <class... Args>
+  static void partial(const Tensor&, const LogprobInput<double>&, const Args&...) {
+    refuse_float64();
+  }
+  template <class... Args>
+  static void merge(const Tensor&, const LogprobInput<double>&, const Args&...) {
+    refuse_float64();
+  }
+  template <class... Args>
+  static void backward(const Tensor&, const LogprobInput<double>&, const Args&...) {
+    refuse_float64();
+  }
   [[noreturn]] static void refuse_float64() {
     throw Error(format_message(kOp, ": expected logits dtype in {float32, bfloat16, float16} on CUDA, got float64"));
   }
 };
 #endif
 
+template <class Real>
+FiveTensors new_outputs(int64_t rows, const Tensor& logits) {
+  const auto make = [&] { return empty({rows}, bind::kScalarType<Real>, logits); };
+  return {make(), make(), make(), make(), make()};
+}
+
+template <class Real>
+LogprobOutput<Real> output_data(const FiveTensors& out) {
+  const auto data = [](const Tensor& tensor) { return static_cast<Real*>(tensor.mutable_data_ptr()); };
+  return {data(std::get<0>(out)), data(std::get<1>(out)), data(std::get<2>(out)), data(std::get<3>(out)),
+          data(std::get<4>(out))};
+}
+
 // inplace_backward is read by the autograd formula alone.
 template <class Device>
 FiveTensors forward(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures, double temperature,
                     const OptionalTensor& loss_mask, int64_t ignore_index, bool /*inplace_backward*/) {
-  return with_real(logits, [&]<class Real>(Real) -> FiveTensors {
-    const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index);
-    const auto make = [&] { return empty({input.rows}, bind::kScalarType<Real>, logits); };
-    FiveTensors out{make(), make(), make(), make(), make()};
-    const auto data = [](const Tensor& tensor) { return static_cast<Real*>(tensor.mutable_data_ptr()); };
-    const LogprobOutput<Real> output{data(std::get<0>(out)), data(std::get<1>(out)), data(std::get<2>(out)),
-                                     data(std::get<3>(out)), data(std::get<4>(out))};
-    Device::forward(logits, input, output);
+  return with_real(logits, [&]<class Real>(Real) {
+    const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index, 0);
+    FiveTensors out = new_outputs<Real>(input.rows, logits);
+    Device::forward(logits, input, output_data<Real>(out));
+    return out;
+  });
+}
+
+// [T, 4], the fields of LogprobPart.
+template <class Device>
+Tensor partial(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures, double temperature,
+               const OptionalTensor& loss_mask, int64_t ignore_index, int64_t vocab_start, int64_t vocab_total) {
+  return with_real(logits, [&]<class Real>(Real) {
+    static_assert(sizeof(LogprobPart<Real>) == 4 * sizeof(Real));
+    const auto input =
+        make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index, vocab_start);
+    AREAL_CHECK(vocab_start >= 0 && input.vocab <= vocab_total - vocab_start, kOp, ": expected a shard of ",
+                input.vocab, " columns from ", vocab_start, " on within a vocabulary of ", vocab_total);
+    Tensor parts = empty({input.rows, 4}, bind::kScalarType<Real>, logits);
+    Device::partial(logits, input, vocab_total, static_cast<LogprobPart<Real>*>(parts.mutable_data_ptr()));
+    return parts;
+  });
+}
+
+// The outputs as functions of this rank's logits, whose values only backward reads, and of parts [ranks, T, 4].
+template <class Device>
+FiveTensors merge(const Tensor& logits, const Tensor& parts, const Tensor& labels, const OptionalTensor& temperatures,
+                  double temperature, const OptionalTensor& loss_mask, int64_t ignore_index, int64_t vocab_start,
+                  bool /*inplace_backward*/) {
+  return with_real(logits, [&]<class Real>(Real) {
+    const auto input =
+        make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index, vocab_start);
+    AREAL_CHECK(parts.dim() == 3 && parts.size(0) >= 1 && parts.size(1) == input.rows && parts.size(2) == 4, kOp,
+                ": expected parts of shape [ranks, ", input.rows, ", 4]");
+    AREAL_CHECK(
+        parts.scalar_type() == bind::kScalarType<Real> && parts.is_contiguous() && parts.device() == logits.device(),
+        kOp, ": expected contiguous parts of the outputs' type on the device of the logits");
+    FiveTensors out = new_outputs<Real>(input.rows, logits);
+    Device::merge(logits, input, static_cast<const LogprobPart<Real>*>(parts.const_data_ptr()), parts.size(0),
+                  output_data<Real>(out));
     return out;
   });
 }
@@ -145,9 +234,10 @@ void backward_into(const Tensor& grad_logits, const OptionalTensor& grad_logprob
                    const OptionalTensor& grad_lse, const Tensor& logits, const Tensor& labels,
                    const OptionalTensor& temperatures, double temperature, const OptionalTensor& loss_mask,
                    int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy, const Tensor& row_max,
-                   const Tensor& log_sum) {
+                   const Tensor& log_sum, int64_t vocab_start) {
   with_real(logits, [&]<class Real>(Real) {
-    const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index);
+    const auto input =
+        make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index, vocab_start);
     const auto gradient = make_gradient<Real>(input, logits, grad_logprobs, grad_entropy, grad_lse, logprobs, entropy,
                                               row_max, log_sum, grad_logits);
     Device::backward(logits, input, gradient);
@@ -158,10 +248,10 @@ template <class Device>
 Tensor backward(const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy, const OptionalTensor& grad_lse,
                 const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures, double temperature,
                 const OptionalTensor& loss_mask, int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy,
-                const Tensor& row_max, const Tensor& log_sum) {
+                const Tensor& row_max, const Tensor& log_sum, int64_t vocab_start) {
   Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
   backward_into<Device>(grad_logits, grad_logprobs, grad_entropy, grad_lse, logits, labels, temperatures, temperature,
-                        loss_mask, ignore_index, logprobs, entropy, row_max, log_sum);
+                        loss_mask, ignore_index, logprobs, entropy, row_max, log_sum, vocab_start);
   return grad_logits;
 }
 
@@ -170,9 +260,9 @@ void backward_inplace(const OptionalTensor& grad_logprobs, const OptionalTensor&
                       const OptionalTensor& grad_lse, Tensor logits, const Tensor& labels,
                       const OptionalTensor& temperatures, double temperature, const OptionalTensor& loss_mask,
                       int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy, const Tensor& row_max,
-                      const Tensor& log_sum) {
+                      const Tensor& log_sum, int64_t vocab_start) {
   backward_into<Device>(logits, grad_logprobs, grad_entropy, grad_lse, logits, labels, temperatures, temperature,
-                        loss_mask, ignore_index, logprobs, entropy, row_max, log_sum);
+                        loss_mask, ignore_index, logprobs, entropy, row_max, log_sum, vocab_start);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
@@ -181,17 +271,26 @@ STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
       "int ignore_index, bool inplace_backward) "
       "-> (Tensor logprobs, Tensor entropy, Tensor lse, Tensor row_max, Tensor log_sum)");
   m.def(
+      "logprob_partial(Tensor logits, Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, "
+      "int ignore_index, int vocab_start, int vocab_total) -> Tensor");
+  m.def(
+      "logprob_merge(Tensor logits, Tensor parts, Tensor labels, Tensor? temperatures, float temperature, "
+      "Tensor? loss_mask, int ignore_index, int vocab_start, bool inplace_backward) "
+      "-> (Tensor logprobs, Tensor entropy, Tensor lse, Tensor row_max, Tensor log_sum)");
+  m.def(
       "logprob_backward(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_lse, Tensor logits, Tensor labels, "
       "Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index, Tensor logprobs, Tensor entropy, "
-      "Tensor row_max, Tensor log_sum) -> Tensor");
+      "Tensor row_max, Tensor log_sum, int vocab_start=0) -> Tensor");
   m.def(
       "logprob_backward_(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_lse, Tensor(a!) logits, "
       "Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index, Tensor logprobs, "
-      "Tensor entropy, Tensor row_max, Tensor log_sum) -> ()");
+      "Tensor entropy, Tensor row_max, Tensor log_sum, int vocab_start=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(areal_core, CPU, m) {
   m.impl("logprob_forward", TORCH_BOX(&forward<Cpu>));
+  m.impl("logprob_partial", TORCH_BOX(&partial<Cpu>));
+  m.impl("logprob_merge", TORCH_BOX(&merge<Cpu>));
   m.impl("logprob_backward", TORCH_BOX(&backward<Cpu>));
   m.impl("logprob_backward_", TORCH_BOX(&backward_inplace<Cpu>));
 }
@@ -199,6 +298,8 @@ STABLE_TORCH_LIBRARY_IMPL(areal_core, CPU, m) {
 #if defined(AREAL_WITH_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(areal_core, CUDA, m) {
   m.impl("logprob_forward", TORCH_BOX(&forward<Cuda>));
+  m.impl("logprob_partial", TORCH_BOX(&partial<Cuda>));
+  m.impl("logprob_merge", TORCH_BOX(&merge<Cuda>));
   m.impl("logprob_backward", TORCH_BOX(&backward<Cuda>));
   m.impl("logprob_backward_", TORCH_BOX(&backward_inplace<Cuda>));
 }
