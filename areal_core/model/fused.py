@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal_core import ops  # noqa: F401  (registers torch.ops.areal_core)
+from areal_core.model import fused_shapes  # noqa: F401  (what torch has to know to trace them)
 from areal_core.model.config import DecoderConfig
 from areal_core.model.flat import Block, Weights, unflatten
 from areal_core.ops._dispatch import call

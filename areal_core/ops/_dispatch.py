@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from areal_core import _C
 
@@ -15,16 +16,35 @@ def call(op: Any, *args: Any) -> Any:
 
     Native checks read "<op>: expected <what>, got <value>". Inside a compiled graph nothing can catch, so there the
     same text arrives as RuntimeError.
+
+    The ops have gradients for torch.autograd alone: forward-mode derivatives, which torch would take for zero, and
+    torch.func.grad raise NotImplementedError, as does vmap over an op that returns a list.
     """
     if torch.compiler.is_compiling():
         return op(*args)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(op, args)
     try:
         return op(*args)
     except (RuntimeError, _C.Error) as error:  # which one depends on how torch was built
         text = str(error).split("\n", 1)[0]
+        if "functorch transforms" in text:
+            raise NotImplementedError(f"{_name(op)}: expected torch.autograd.grad, got torch.func.grad") from None
+        if text.startswith("Batching rule not implemented"):
+            raise NotImplementedError(f"{_name(op)}: expected a loop, got torch.func.vmap") from None
         if ": expected " not in text:
             raise
         raise (TypeError if " dtype " in text else ValueError)(text) from None
+
+
+def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
+    tensors = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise NotImplementedError(f"{_name(op)}: expected reverse-mode differentiation, got forward mode (jvp)")
+
+
+def _name(op: Any) -> str:
+    return str(op).removeprefix("areal_core.").removesuffix(".default")
 
 
 def as_int64(tensor: Tensor, op: str, name: str) -> Tensor:
