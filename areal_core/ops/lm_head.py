@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from areal_core.ops import _linear_ops  # noqa: F401  (registers the ops)
+from areal_core.ops._dispatch import call
 from areal_core.ops._linear_chunks import row_dtype
 from areal_core.ops.logprob import LogprobOutput
 
@@ -72,7 +73,7 @@ def linear_logprob(
     _check_counts(_LOGPROB, chunk_tokens, live_tokens)
     linear = (hidden, weight, bias, operand_dtype)
     rows = (labels, temperatures, scalar, loss_mask, ignore_index)
-    outputs = torch.ops.areal_core.linear_logprob.default(*linear, *rows, chunk_tokens, live_tokens, main_grad)
+    outputs = call(torch.ops.areal_core.linear_logprob.default, *linear, *rows, chunk_tokens, live_tokens, main_grad)
     return LogprobOutput(*outputs[:3])
 
 

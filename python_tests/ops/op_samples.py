@@ -77,6 +77,12 @@ def logprob_options(size: int) -> Arguments:
     return {**given, "temperature": temperature, "loss_mask": loss_mask(size), "ignore_index": -1}
 
 
+def linear_head(size: int) -> Arguments:
+    generator, given = _random(size), logits_and_labels(size)
+    hidden, weight = (torch.randn(rows, 8, generator=generator) for rows in given["logits"].shape)
+    return {"hidden": hidden, "weight": weight, "labels": given["labels"], "loss_mask": loss_mask(size)}
+
+
 def ppo_batch(size: int) -> Arguments:
     return {**per_token(size, "logprobs", "proximal_logprobs", "advantages", scale=0.3), "loss_mask": loss_mask(size)}
 
@@ -143,6 +149,10 @@ SAMPLES = [
     Sample("logprob_from_logits", "", logits_and_labels, ("logits",)),
     Sample("logprob_from_logits", "options", logprob_options, ("logits",)),
     Sample("logprob_from_logits", "inplace", lambda n: {**logits_and_labels(n), "inplace_backward": True}),
+    Sample("linear_logprob", "", linear_head, ("hidden", "weight")),
+    Sample(
+        "linear_logprob", "bias", lambda n: {**linear_head(n), "bias": torch.ones(37)}, ("hidden", "weight", "bias")
+    ),
     Sample("ppo_loss", "", ppo_batch, ("logprobs",)),
     Sample("ppo_loss", "all_options", full_ppo_batch, ("logprobs", "entropy")),
     Sample("gae", "", scan),
