@@ -24,6 +24,12 @@ if(NOT AREAL_CUDA STREQUAL "OFF")
   endif()
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES ${AREAL_CUDA_ARCHS})
+    # For the sources that need sm_90: the architectures from there on, and sm_90 where there are none.
+    set(AREAL_CUDA_ARCHS_SM90 ${AREAL_CUDA_ARCHS})
+    list(FILTER AREAL_CUDA_ARCHS_SM90 INCLUDE REGEX "^(9[0-9]|1[0-9][0-9])")
+    if(NOT AREAL_CUDA_ARCHS_SM90)
+      set(AREAL_CUDA_ARCHS_SM90 90)
+    endif()
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)  # the module imports on machines without a driver
     enable_language(CUDA)
     set(CMAKE_CUDA_STANDARD 20)

@@ -1,14 +1,15 @@
-# areal_sources(CORE ... ISA ... CUDA ... TORCH ... BIND ...): each folder of csrc names its files once, by kind.
+# areal_sources(CORE ... ISA ... CUDA ... CUDA_SM90 ... TORCH ... BIND ...): each folder of csrc names its files once, by kind.
 #   CORE   plain C++                         TORCH  schema and registration of torch ops (stable ABI)
 #   ISA    C++ compiled once per instruction BIND   pybind11 registration
 #          set, inside namespace areal::AREAL_ISA
 #   CUDA   .cu files: nvcc for the module, the host compiler for the CPU shim of the tests
+#   CUDA_SM90  likewise, for sm_90 and later alone (clusters, bulk copies); their launchers ask the device
 function(areal_sources)
-  cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "CORE;ISA;CUDA;TORCH;BIND")
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "CORE;ISA;CUDA;CUDA_SM90;TORCH;BIND")
   if(arg_UNPARSED_ARGUMENTS)
-    message(FATAL_ERROR "areal_sources: expected CORE, ISA, CUDA, TORCH or BIND, got ${arg_UNPARSED_ARGUMENTS}")
+    message(FATAL_ERROR "areal_sources: expected CORE, ISA, CUDA, CUDA_SM90, TORCH or BIND, got ${arg_UNPARSED_ARGUMENTS}")
   endif()
-  foreach(kind CORE ISA CUDA TORCH BIND)
+  foreach(kind CORE ISA CUDA CUDA_SM90 TORCH BIND)
     list(TRANSFORM arg_${kind} PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
     set_property(GLOBAL APPEND PROPERTY AREAL_${kind}_SOURCES ${arg_${kind}})
   endforeach()

@@ -1,10 +1,9 @@
-// The threads of one block: the scheduler that runs them and the barrier where they all meet. Internal to the shim.
+// The threads of one block and the barrier where they all meet. Internal to the shim.
 #pragma once
 
-#include <exception>
-#include <functional>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,59 +15,63 @@
 namespace cuda_shim {
 
 class Block;
+class Cluster;
 
-enum class ThreadState : uint8_t { kReady, kAtBarrier, kAtWarpOp, kDone };
+enum class ThreadState : uint8_t { kReady, kAtBarrier, kAtWarpOp, kAtClusterBarrier, kAtMbarrier, kDone };
 
 struct Thread : Context {
   Block* owner = nullptr;
   Fiber fiber;
   ThreadState state = ThreadState::kReady;
-  Location where{"", 0};       // of the operation it waits at
-  Meeting* meeting = nullptr;  // the warp operation it takes part in
+  Location where{"", 0};           // of the operation it waits at
+  Meeting* meeting = nullptr;      // the warp operation it takes part in
+  const void* mbarrier = nullptr;  // that it waits for
+  unsigned cluster_arrivals = 0, cluster_waits = 0;
 };
 
 inline Thread& running_thread() { return *static_cast<Thread*>(current); }
 
 class Block {
  public:
-  Block(const Launch& launch, const Options& options, const std::function<void()>& body);
+  // threads: this block's, in the cluster's storage.
+  Block(Cluster& cluster, unsigned rank, std::span<Thread> threads);
 
-  // Runs the block at this index of the grid to its end. Throws what a thread threw, or Error on a deadlock.
-  void run(uint3 index);
+  void reset(uint3 index);
 
   // Called by running threads.
   int barrier(BarrierKind kind, bool predicate, Location where);
   LaneValues warp_meet(WarpOp op, uint32_t mask, uint64_t value, Location where);
   void warp_leave();
 
-  void* dynamic_shared() const { return dynamic_shared_.get(); }
-  const char* kernel_name() const { return launch_.name; }
-  const std::vector<Thread>& threads() const { return threads_; }
-  const std::vector<Warp>& warps() const { return warps_; }
-  unsigned exited() const { return exited_; }
-
- private:
-  static void run_thread();  // entry of every fiber
-  void reset(uint3 index);
-  void fill_shared();
-  void park(ThreadState state, Location where);  // the running thread will wait, once it yields
-  void yield();
-  void make_ready(Thread& thread);
-  void draw_ranks();
-  void release_barrier();
-  void complete(Warp& warp, Meeting& meeting);
+  // Called by the scheduler.
+  bool has_ready() const { return !ready_.empty(); }
+  Thread& pop_ready() { return threads_[ready_.pop()]; }
   void on_exit(Thread& thread);
 
-  const Launch launch_;
-  const Options options_;
-  const std::function<void()>& body_;  // what every thread runs
-  std::vector<Thread> threads_;
+  void park(ThreadState state, Location where);  // the running thread will wait, once the cluster yields
+  void make_ready(Thread& thread);
+  void draw_ranks();
+
+  Cluster& cluster() const { return cluster_; }
+  unsigned rank() const { return rank_; }
+  char* dynamic_shared() const { return dynamic_shared_.get(); }
+  bool owns_shared(const void* address, size_t bytes) const;
+  std::span<const Thread> threads() const { return threads_; }
+  const std::vector<Warp>& warps() const { return warps_; }
+  unsigned exited() const { return exited_; }
+  bool finished() const { return exited_ == threads_.size(); }
+
+ private:
+  void discard_shared(bool gone);
+  void release_barrier();
+  void complete(Warp& warp, Meeting& meeting);
+
+  Cluster& cluster_;
+  const unsigned rank_;
+  const std::span<Thread> threads_;
   std::vector<Warp> warps_;
   std::unique_ptr<char[]> dynamic_shared_;
-  std::mt19937_64 random_;
   ReadySet ready_;
-  Fiber scheduler_;
-  std::exception_ptr error_;
 
   unsigned exited_ = 0;
   unsigned at_barrier_ = 0;  // threads that wait there

@@ -47,6 +47,20 @@ inline uint32_t vote(WarpOp op, uint32_t mask, bool predicate, uint32_t* arrived
   return votes;
 }
 
+// The lanes with the calling one's value. *arrived, unless null: the lanes that took part.
+template <class T>
+uint32_t match(WarpOp op, uint32_t mask, T value, uint32_t* arrived, Location where) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "__match_*_sync takes values of 4 or 8 bytes");
+  const LaneValues lanes = warp_meet(op, mask, to_bits(value), where);
+  uint32_t same = 0;
+  for (int i = 0; i < 32; ++i) {
+    if ((lanes.arrived >> i & 1) && lanes.values[i] == to_bits(value)) same |= 1u << i;
+  }
+  if (arrived != nullptr) *arrived = lanes.arrived;
+  warp_leave();
+  return same;
+}
+
 template <class T, class Combine>
 T warp_reduce(uint32_t mask, T value, Location where, Combine combine) {
   static_assert(std::is_integral_v<T> && sizeof(T) == 4, "__reduce_*_sync takes 32-bit integers");
@@ -154,5 +168,18 @@ inline unsigned __reduce_or_sync(unsigned mask, unsigned value, CUDA_SHIM_CALLER
 }
 inline unsigned __reduce_xor_sync(unsigned mask, unsigned value, CUDA_SHIM_CALLER) {
   return cuda_shim::warp_reduce(mask, value, CUDA_SHIM_HERE, [](unsigned a, unsigned b) { return a ^ b; });
+}
+// The lanes that took part with the same value as the calling one.
+template <class T>
+unsigned __match_any_sync(unsigned mask, T value, CUDA_SHIM_CALLER) {
+  return cuda_shim::match(cuda_shim::WarpOp::kMatchAny, mask, value, nullptr, CUDA_SHIM_HERE);
+}
+// All lanes that took part, or 0 when their values differ; *all_equal says which.
+template <class T>
+unsigned __match_all_sync(unsigned mask, T value, int* all_equal, CUDA_SHIM_CALLER) {
+  uint32_t arrived = 0;
+  const unsigned same = cuda_shim::match(cuda_shim::WarpOp::kMatchAll, mask, value, &arrived, CUDA_SHIM_HERE);
+  *all_equal = same == arrived;
+  return *all_equal ? same : 0;
 }
 inline unsigned __activemask() = delete;  // tells nothing a kernel may rely on

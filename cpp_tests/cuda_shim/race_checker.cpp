@@ -21,41 +21,33 @@ namespace {
 
 constexpr int kReportsShown = 8;
 
-struct Region {
-  uintptr_t begin = 0;
-  size_t bytes = 0;
-
-  Region() = default;
-  Region(const void* address, size_t size) : begin(reinterpret_cast<uintptr_t>(address)), bytes(size) {}
-  bool contains(uintptr_t address) const { return address - begin < bytes; }
-};
-
 class Checker {
  public:
   void begin_launch(const char* kernel) {
     kernel_ = kernel;
     shadow_.clear();
     order_.begin_launch();
-    block_indices_.assign(1, uint3{});
+    block_indices_.assign(1, {});
     seen_.clear();
     findings_.clear();
   }
 
-  void begin_block(unsigned threads, const BlockMemory& memory) {
-    order_.begin_block(threads);
-    dynamic_shared_ = Region(memory.dynamic_shared, memory.dynamic_shared_bytes);
-    unwatched_[0] = Region(memory.stacks, memory.stacks_bytes);
-    unwatched_[1] = Region(memory.threads, memory.threads_bytes);
-    unwatched_[2] = Region(&current, sizeof current);
-    block_indices_.push_back(uint3{});
+  void begin_cluster(const ClusterMemory& memory) {
+    slots_per_block_ = memory.slots_per_block;
+    dynamic_shared_ = memory.dynamic_shared;
+    exited_.assign(dynamic_shared_.size(), false);
+    order_.begin_cluster(static_cast<unsigned>(memory.blocks.size()), slots_per_block_);
+    unwatched_ = {memory.stacks, memory.threads, Region(&current, sizeof current)};
+    block_indices_.push_back(memory.blocks);
   }
+  void exit_block(unsigned block) { exited_[block] = true; }
 
-  void end_launch() {
-    if (findings_.empty()) return;
+  std::string findings() const {
+    if (findings_.empty()) return "";
     std::ostringstream out;
     out << "cuda_shim: kernel '" << kernel_ << "':";
     for (const std::string& finding : findings_) out << "\n  " << finding;
-    throw Error(out.str());
+    return out.str();
   }
 
   HappensBefore& order() { return order_; }
@@ -67,39 +59,69 @@ class Checker {
       if (region.contains(address)) return;
     }
     watching_ = false;  // nor are the containers used below
-    const unsigned thread = current->linear;
-    block_indices_.back() = current->block_index;
-    const Access now{order_.block(),
-                     order_.epoch(),
-                     order_.clock(thread),
-                     static_cast<uint32_t>(pc - program_start()),
-                     static_cast<uint16_t>(thread),
-                     atomic};
-    const bool shared = shared_name(address) != nullptr;
-    shadow_.for_each_cell(address, bytes, [&](uintptr_t at, Cell& cell) {
-      if (shared) begin_shared(cell, at, now, writes);
-      check(cell, at, now, writes);
-      remember(cell, now, writes);
-    });
-    if (atomic) order_.atomic(thread, address);
+    const unsigned slot = current->slot;
+    visit(address, bytes, writes, made_by(slot, order_.clock(slot), atomic, pc));
+    if (atomic) order_.atomic(slot, address);
     watching_ = true;
   }
 
+  void bulk_access(uintptr_t address, size_t bytes, bool writes, unsigned queue, uint32_t clock, uintptr_t pc) {
+    visit(address, bytes, writes, made_by(queue, clock, false, pc));
+  }
+
  private:
+  Access made_by(unsigned slot, uint32_t clock, bool atomic, uintptr_t pc) const {
+    return {order_.cluster(), clock, static_cast<uint32_t>(pc - program_start()), static_cast<uint16_t>(slot), atomic};
+  }
+  bool is_bulk(const Access& access) const {
+    return access.slot >= block_indices_[access.cluster].size() * slots_per_block_;
+  }
+
+  void visit(uintptr_t address, size_t bytes, bool writes, const Access& now) {
+    const bool shared = shared_name(address) != nullptr;
+    if (shared) check_owner(address, now, writes);
+    shadow_.for_each_cell(address, bytes, [&](uintptr_t at, Cell& cell) {
+      if (shared) begin_shared(cell, at, now, writes);
+      check(cell, at, now, writes);
+      if (shared && is_bulk(now)) check_shown(cell, at, now, writes);
+      remember(cell, now, writes);
+    });
+  }
+
   // Name of the shared array at the address, null in global memory.
   const char* shared_name(uintptr_t address) const {
-    if (dynamic_shared_.contains(address)) return "dynamic";
+    for (const Region& region : dynamic_shared_) {
+      if (region.contains(address)) return "dynamic";
+    }
     for (const SharedArray& array : shared_arrays()) {
       if (Region(array.address, array.bytes).contains(address)) return array.name.c_str();
     }
     return nullptr;
   }
 
+  // Another block's shared memory is there from the first cluster barrier to that block's exit.
+  void check_owner(uintptr_t address, const Access& now, bool writes) {
+    for (unsigned block = 0; block < dynamic_shared_.size(); ++block) {
+      if (block == current->cluster_rank || !dynamic_shared_[block].contains(address)) continue;
+      if (exited_[block]) report("the block that owns it may have exited", address, nullptr, false, now, writes);
+      if (!order_.has_heard_of_block(current->slot, block)) {
+        report("the block that owns it may not have started", address, nullptr, false, now, writes);
+      }
+    }
+  }
+
+  // Bulk copies see what threads wrote to shared memory only after a fence of the writer.
+  void check_shown(const Cell& cell, uintptr_t at, const Access& now, bool writes) {
+    if (cell.write.exists() && !is_bulk(cell.write) && !order_.shown_to_async(cell.write)) {
+      report("no fence_async_proxy between a write and a bulk copy", at, &cell.write, true, now, writes);
+    }
+  }
+
   // Shared memory is new in every block.
   void begin_shared(Cell& cell, uintptr_t at, const Access& now, bool writes) {
-    if (cell.write.block != now.block) cell.write = Access{};
+    if (cell.write.cluster != now.cluster) cell.write = Access{};
     for (Access& read : cell.reads) {
-      if (read.block != now.block) read = Access{};
+      if (read.cluster != now.cluster) read = Access{};
     }
     if (!cell.write.exists() && (!writes || now.atomic)) {
       report("read of uninitialised memory", at, nullptr, false, now, false);
@@ -108,7 +130,7 @@ class Checker {
 
   void check(const Cell& cell, uintptr_t at, const Access& now, bool writes) {
     const auto races = [&](const Access& earlier) {
-      return earlier.exists() && !(earlier.atomic && now.atomic) && !order_.ordered(earlier, now.thread);
+      return earlier.exists() && !(earlier.atomic && now.atomic) && !order_.ordered(earlier, current->slot);
     };
     if (races(cell.write)) report(writes ? "write-write race" : "write-read race", at, &cell.write, true, now, writes);
     if (!writes) return;
@@ -125,7 +147,7 @@ class Checker {
     }
     // Two reads are kept: one that is ordered before this one needs no memory of its own.
     Access& first = cell.reads[0];
-    if (!first.exists() || order_.ordered(first, now.thread)) {
+    if (!first.exists() || order_.ordered(first, current->slot)) {
       first = now;
     } else {
       cell.reads[1] = now;
@@ -134,10 +156,16 @@ class Checker {
 
   std::string describe(const Access& access, bool writes) const {
     std::ostringstream out;
-    const uint3 block = block_indices_[access.block];
-    out << (access.atomic ? "atomic " : "") << (writes ? "write" : "read") << " by thread " << access.thread
-        << " of block (" << block.x << "," << block.y << "," << block.z << ") [warp " << access.thread / 32 << " lane "
-        << access.thread % 32 << "] at " << source_line(program_start() + access.pc);
+    out << (access.atomic ? "atomic " : "") << (writes ? "write" : "read");
+    if (is_bulk(access)) {
+      out << " by a bulk copy";
+    } else {
+      const uint3 block = block_indices_[access.cluster][access.slot / slots_per_block_];
+      const unsigned thread = access.slot % slots_per_block_;
+      out << " by thread " << thread << " of block (" << block.x << "," << block.y << "," << block.z << ") [warp "
+          << thread / 32 << " lane " << thread % 32 << "]";
+    }
+    out << " at " << source_line(program_start() + access.pc);
     return out.str();
   }
 
@@ -159,9 +187,11 @@ class Checker {
   std::string kernel_;
   Shadow shadow_;
   HappensBefore order_;
-  Region dynamic_shared_;
+  unsigned slots_per_block_ = 1;
+  std::vector<Region> dynamic_shared_;  // by rank in the running cluster
+  std::vector<bool> exited_;            // likewise
   std::array<Region, 3> unwatched_;
-  std::vector<uint3> block_indices_;  // by serial number
+  std::vector<std::vector<uint3>> block_indices_;  // by serial number of the cluster, then rank
   std::set<std::pair<uint32_t, uint32_t>> seen_;
   std::vector<std::string> findings_;
 };
@@ -175,10 +205,30 @@ Checker& checker() {
 
 void watch(bool on) { checker().watch(on); }
 void on_launch(const char* kernel) { checker().begin_launch(kernel); }
-void on_block(unsigned threads, const BlockMemory& memory) { checker().begin_block(threads, memory); }
-void on_barrier() { checker().order().barrier(); }
-void on_warp_sync(unsigned first_thread, uint32_t lanes) { checker().order().warp_sync(first_thread, lanes); }
-void on_launch_end() { checker().end_launch(); }
+void on_cluster(const ClusterMemory& memory) { checker().begin_cluster(memory); }
+void on_barrier(unsigned block) { checker().order().barrier(block); }
+void on_warp_sync(unsigned first_slot, uint32_t lanes) { checker().order().warp_sync(first_slot, lanes); }
+void on_block_exit(unsigned block) { checker().exit_block(block); }
+std::string findings() { return checker().findings(); }
+
+void on_release(const void* point) { checker().order().release(current->slot, reinterpret_cast<uintptr_t>(point)); }
+void on_end_phase(const void* point) { checker().order().end_phase(reinterpret_cast<uintptr_t>(point)); }
+void on_acquire(const void* point) { checker().order().acquire(current->slot, reinterpret_cast<uintptr_t>(point)); }
+
+unsigned add_queue() { return checker().order().add_queue(); }
+void on_bulk_access(const void* address, size_t bytes, bool writes, unsigned queue, uint32_t clock, const void* pc) {
+  checker().bulk_access(reinterpret_cast<uintptr_t>(address), bytes, writes, queue, clock,
+                        reinterpret_cast<uintptr_t>(pc));
+}
+void on_bulk_end(unsigned queue, uint32_t clock, const void* point) {
+  checker().order().reach(queue, clock, reinterpret_cast<uintptr_t>(point));
+}
+void on_bulk_wait(unsigned queue, uint32_t clock) { checker().order().reach_thread(queue, clock, current->slot); }
+void on_mbarrier(const void* barrier, bool initialises, const void* pc) {
+  watch(true);
+  checker().access(reinterpret_cast<uintptr_t>(barrier), 8, true, !initialises, reinterpret_cast<uintptr_t>(pc));
+  watch(false);
+}
 
 void on_access(const void* address, size_t bytes, bool writes, const void* pc) {
   checker().access(reinterpret_cast<uintptr_t>(address), bytes, writes, false, reinterpret_cast<uintptr_t>(pc));
@@ -193,7 +243,11 @@ void note_atomic(const void* address, size_t bytes, const void* pc) {
 }
 void note_fence() {
   const race::Unwatched scope;
-  race::checker().order().fence(current->linear);
+  race::checker().order().fence(current->slot);
+}
+void fence_async_proxy() {
+  const race::Unwatched scope;
+  race::checker().order().async_fence(current->slot);
 }
 
 }  // namespace cuda_shim

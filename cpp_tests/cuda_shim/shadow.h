@@ -10,14 +10,13 @@
 namespace cuda_shim::race {
 
 struct Access {
-  uint32_t block = 0;  // serial number in the launch, from 1; 0: no access yet
-  uint32_t epoch = 0;  // block barriers passed
-  uint32_t clock = 0;  // of the thread, see HappensBefore
-  uint32_t pc = 0;     // relative to the program's start
-  uint16_t thread = 0;
+  uint32_t cluster = 0;  // serial number in the launch, from 1; 0: no access yet
+  uint32_t clock = 0;    // of the slot, see HappensBefore
+  uint32_t pc = 0;       // relative to the program's start
+  uint16_t slot = 0;     // of the thread, or of the queue of bulk copies
   bool atomic = false;
 
-  bool exists() const { return block != 0; }
+  bool exists() const { return cluster != 0; }
 };
 
 struct Cell {

@@ -1,15 +1,16 @@
 #include "warp.h"
 
 #include "block.h"
+#include "cluster.h"
 #include "race_checker.h"
 #include "report.h"
 
 namespace cuda_shim {
 
 const char* warp_op_name(WarpOp op) {
-  static constexpr const char* kNames[] = {"__syncwarp",     "__shfl_sync",      "__shfl_xor_sync",
-                                           "__shfl_up_sync", "__shfl_down_sync", "__ballot_sync",
-                                           "__any_sync",     "__all_sync",       "__reduce_*_sync"};
+  static constexpr const char* kNames[] = {"__syncwarp",       "__shfl_sync",      "__shfl_xor_sync", "__shfl_up_sync",
+                                           "__shfl_down_sync", "__ballot_sync",    "__any_sync",      "__all_sync",
+                                           "__reduce_*_sync",  "__match_any_sync", "__match_all_sync"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -50,7 +51,7 @@ LaneValues Block::warp_meet(WarpOp op, uint32_t mask, uint64_t value, Location w
     complete(warp, meeting);
   } else {
     park(ThreadState::kAtWarpOp, where);
-    yield();
+    cluster_.yield();
   }
   return {meeting.values, meeting.arrived};
 }
@@ -67,7 +68,7 @@ void Block::warp_leave() {
 void Block::complete(Warp& warp, Meeting& meeting) {
   meeting.complete = true;
   meeting.unread = meeting.arrived;
-  if (meeting.op == WarpOp::kSync) race::on_warp_sync(warp.first_thread, meeting.arrived);
+  if (meeting.op == WarpOp::kSync) race::on_warp_sync(threads_[warp.first_thread].slot, meeting.arrived);
   for (uint32_t left = meeting.arrived; left != 0; left &= left - 1) {
     Thread& thread = threads_[warp.first_thread + static_cast<unsigned>(__builtin_ctz(left))];
     if (thread.state == ThreadState::kAtWarpOp) make_ready(thread);

@@ -11,8 +11,13 @@
 #define AREAL_DYNAMIC_SHARED(T, name)                                    \
   extern __shared__ __align__(16) unsigned char areal_dynamic_shared_[]; \
   T* name = reinterpret_cast<T*>(areal_dynamic_shared_)
+// Last parameters of a wrapper round an instruction: under the shim, the line that calls it.
+#define AREAL_CALLER
+#define AREAL_AND_CALLER
 #else
 #include "cuda_shim.h"
+#define AREAL_CALLER CUDA_SHIM_CALLER
+#define AREAL_AND_CALLER , CUDA_SHIM_CALLER
 #endif
 
 #include <cstdint>

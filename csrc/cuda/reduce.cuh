@@ -12,17 +12,29 @@ namespace areal::cuda {
 inline constexpr int kWarp = 32;
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The value that lane (own lane + delta) holds. Called by all 32 lanes.
-template <class T>
-__device__ __forceinline__ T shuffle_down(const T& value, unsigned delta) {
+// A value moved between lanes by shuffle(word) -> word.
+template <class T, class Shuffle>
+__device__ __forceinline__ T shuffle_words(const T& value, const Shuffle& shuffle) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 4 == 0);
   unsigned words[sizeof(T) / 4];
   memcpy(words, &value, sizeof value);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) words[i] = __shfl_down_sync(kFullWarp, words[i], delta);
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) words[i] = shuffle(words[i]);
   T result;
   memcpy(&result, words, sizeof result);
   return result;
+}
+
+// The value that lane (own lane + delta) holds. Called by all 32 lanes.
+template <class T>
+__device__ __forceinline__ T shuffle_down(const T& value, unsigned delta) {
+  return shuffle_words(value, [delta](unsigned word) { return __shfl_down_sync(kFullWarp, word, delta); });
+}
+
+// The value that lane 0 holds. Called by all 32 lanes.
+template <class T>
+__device__ __forceinline__ T broadcast(const T& value) {
+  return shuffle_words(value, [](unsigned word) { return __shfl_sync(kFullWarp, word, 0); });
 }
 
 // Called by all 32 lanes; the result is valid in lane 0.
