@@ -17,7 +17,7 @@ def python_blocks(guide: Path) -> list[str]:
 def test_ops_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {}
     blocks = python_blocks(GUIDE)
-    assert len(blocks) == 3
+    assert len(blocks) >= 3
     for block in blocks:
         exec(compile(block, str(GUIDE), "exec"), namespace)
     summary = namespace["summary"]

@@ -34,16 +34,17 @@ def group_scores(
     mean_level: str = "none",
     std_level: str = "none",
     leave_one_out: bool = False,
+    leave_one_out_std: bool = False,
     divide_by_mean: bool = False,
     ddof: int = 1,
     eps: float = 1e-6,
     eps_in_root: bool = False,
     singleton: str = "zero",
 ) -> Tensor:
-    """(reward - baseline) / scale of each sequence, from the rewards of its group or of the batch."""
+    """(reward - baseline) / scale of each sequence, from the rewards of its group or of the batch; NaN if it failed."""
     rewards = rewards.double()
     valid = ~rewards.isnan()
-    scores = torch.zeros_like(rewards)
+    scores = torch.full_like(rewards, torch.nan)
     for i in range(len(rewards)):
         if not valid[i]:
             continue
@@ -62,7 +63,13 @@ def group_scores(
                 if divide_by_mean:
                     score = score / (members.mean() + eps)
             if std_level != "none":
-                variance = sets[std_level].var(correction=ddof)
+                members = sets[std_level]
+                if leave_one_out_std:
+                    members = rewards[valid & (group_ids == group_ids[i]) & (torch.arange(len(rewards)) != i)]
+                    if len(members) <= ddof or bool((members == members[0]).all()):
+                        scores[i] = score  # nothing to measure it by
+                        continue
+                variance = members.var(correction=ddof)
                 score = score / ((variance + eps).sqrt() if eps_in_root else variance.sqrt() + eps)
         scores[i] = score
     return scores
@@ -78,13 +85,16 @@ def spread(
     beta: float = 0.0,
     divide_by_length: bool = False,
 ) -> Tensor:
-    """Each sequence's score over its live tokens, plus beta (pi_ref / pi - 1), divided by their number if asked."""
+    """Each sequence's score over its live tokens, plus beta (pi_ref / pi - 1), divided by their number if asked.
+
+    Nothing for a failed sequence, whose score is NaN.
+    """
     advantages = torch.zeros(loss_mask.shape, dtype=torch.float64)
     bounds = cu_seqlens.tolist()
     for s, (begin, end) in enumerate(itertools.pairwise(bounds)):
         length = int(loss_mask[begin:end].bool().sum())
         for t in range(begin, end):
-            if not loss_mask[t]:
+            if not loss_mask[t] or scores[s].isnan():
                 continue
             advantage = float(scores[s])
             if logprobs is not None and ref_logprobs is not None:

@@ -194,9 +194,10 @@ TEST(CApiCuda, GroupScores) {
   expect_close(scores[1], scores[0]);
 }
 
-TEST(CApiCuda, SpreadScoresAndLogRatioSums) {
+TEST(CApiCuda, SpreadScoresAndSequenceRewards) {
   const auto logprobs = wave(kTokens, 0.3), reference = wave(kTokens, 0.5);
   const std::vector<double> scores = {1, -1, 0.5, 2};
+  std::vector<double> divisors(kSequences);
   std::vector<float> advantages[2];
   std::vector<double> sums[2];
   for (const int on_device : {0, 1}) {
@@ -210,17 +211,26 @@ TEST(CApiCuda, SpreadScoresAndLogRatioSums) {
       args.logprobs = logprobs.data();
       args.ref_logprobs = reference.data();
     };
+    auto live = make<areal_live_tokens_args>();
+    live.tokens = kTokens;
+    live.sequences = kSequences;
+    live.cu_seqlens = kCuSeqlens.data();
+    live.loss_mask = kMask.data();
+    live.counts = divisors.data();
+    expect_ok(on_device ? areal_live_tokens_cuda(&live, nullptr) : areal_live_tokens_cpu(&live));
     auto spread = make<areal_spread_scores_args>();
     fill(spread);
     spread.scores = scores.data();
     spread.beta = 0.1;
-    spread.divide_by_length = 1;
+    spread.divisors = divisors.data();
     spread.advantages = advantages[on_device].data();
     expect_ok(on_device ? areal_spread_scores_cuda(&spread, nullptr) : areal_spread_scores_cpu(&spread));
-    auto sum = make<areal_log_ratio_sums_args>();
+    auto sum = make<areal_sequence_rewards_args>();
     fill(sum);
+    sum.beta = -1;
+    sum.kl = AREAL_KL_K3;
     sum.sums = sums[on_device].data();
-    expect_ok(on_device ? areal_log_ratio_sums_cuda(&sum, nullptr) : areal_log_ratio_sums_cpu(&sum));
+    expect_ok(on_device ? areal_sequence_rewards_cuda(&sum, nullptr) : areal_sequence_rewards_cpu(&sum));
   }
   expect_close(advantages[1], advantages[0]);
   expect_close(sums[1], sums[0]);

@@ -39,6 +39,15 @@ inline DType stream_dtype(const Tensor& tensor, const char* op, const char* name
   }
 }
 
+// Calls fn(float{}) or fn(double{}), by the dtype of the tensor.
+template <class Fn>
+auto with_real(const Tensor& tensor, const char* op, const char* name, const Fn& fn) {
+  const DType dtype = stream_dtype(tensor, op, name);
+  AREAL_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64, op, ": expected ", name,
+              " dtype in {float32, float64}, got ", dtype_name(dtype));
+  return dtype == DType::kFloat64 ? fn(double{}) : fn(float{});
+}
+
 template <class T>
 inline constexpr ScalarType kScalarType = [] {
   if constexpr (std::is_same_v<T, float>)

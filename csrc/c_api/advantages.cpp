@@ -7,6 +7,7 @@
 #include "ops/advantages/gae.h"
 #include "ops/advantages/group.h"
 #include "ops/advantages/spread.h"
+#include "ops/advantages/token_rewards.h"
 
 namespace areal::c_api {
 namespace {
@@ -19,6 +20,7 @@ advantages::GaeArgs<Real> make_gae(const areal_gae_args& args, Memory memory, co
   return {.segments = segments,
           .rewards = real_array<Real>(args.rewards, args.tokens, op, "rewards"),
           .values = real_array<Real>(args.values, args.tokens, op, "values"),
+          .terminal = args.terminal_rewards,
           .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
           .gamma = args.gamma,
           .lam = args.lam,
@@ -27,7 +29,8 @@ advantages::GaeArgs<Real> make_gae(const areal_gae_args& args, Memory memory, co
 }
 
 template <class Real>
-advantages::GroupArgs<Real> make_group_scores(const areal_group_scores_args& args, const char* op) {
+advantages::GroupArgs<Real> make_group_scores(const areal_group_scores_args& args,
+                                              const advantages::BatchStatistics* batch, const char* op) {
   const int64_t count = checked_count(args.sequences, op, "sequences");
   AREAL_CHECK(args.ddof == 0 || args.ddof == 1, op, ": expected ddof 0 or 1, got ", args.ddof);
   AREAL_CHECK(args.eps >= 0, op, ": expected eps >= 0, got ", args.eps);
@@ -35,6 +38,8 @@ advantages::GroupArgs<Real> make_group_scores(const areal_group_scores_args& arg
       .mean = checked_enum(args.mean_level, advantages::Level::kBatch, op, "mean_level"),
       .std = checked_enum(args.std_level, advantages::Level::kBatch, op, "std_level"),
       .leave_one_out = checked_flag(args.leave_one_out, op, "leave_one_out"),
+      .leave_one_out_std = false,
+      .length_weighted = false,
       .divide_by_mean = checked_flag(args.divide_by_mean, op, "divide_by_mean"),
       .ddof = static_cast<int32_t>(args.ddof),
       .eps = args.eps,
@@ -43,36 +48,39 @@ advantages::GroupArgs<Real> make_group_scores(const areal_group_scores_args& arg
   return {.options = options,
           .count = count,
           .rewards = real_array<Real>(args.rewards, count, op, "rewards"),
+          .lengths = nullptr,
           .sorted_ids = required(args.sorted_ids, count, op, "sorted_ids"),
           .order = required(args.order, count, op, "order"),
-          .scores = required(args.scores, count, op, "scores")};
-}
-
-// Both structs have these fields.
-template <class Real, class Args>
-advantages::TokenArgs<Real> make_tokens(const Args& args, Memory memory, const char* op) {
-  return {.segments = segments_in(memory, args.cu_seqlens, args.sequences, args.tokens, op),
-          .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
-          .logprobs = static_cast<const Real*>(args.logprobs),
-          .ref_logprobs = static_cast<const Real*>(args.ref_logprobs)};
+          .batch = batch,
+          .scores = required(args.scores, count, op, "scores"),
+          .mean_lengths = nullptr,
+          .has_signal = nullptr};
 }
 
 template <class Real>
 advantages::SpreadArgs<Real> make_spread(const areal_spread_scores_args& args, Memory memory, const char* op) {
   AREAL_CHECK(args.beta == 0 || (args.logprobs != nullptr && args.ref_logprobs != nullptr), op,
               ": expected logprobs and ref_logprobs with beta = ", args.beta, ", got NULL");
-  return {.tokens = make_tokens<Real>(args, memory, op),
+  return {.segments = segments_in(memory, args.cu_seqlens, args.sequences, args.tokens, op),
           .scores = required(args.scores, args.sequences, op, "scores"),
+          .divisors = args.divisors,
+          .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
+          .logprobs = static_cast<const Real*>(args.logprobs),
+          .ref_logprobs = static_cast<const Real*>(args.ref_logprobs),
           .beta = args.beta,
-          .divide_by_length = checked_flag(args.divide_by_length, op, "divide_by_length"),
           .advantages = real_array<Real>(args.advantages, args.tokens, op, "advantages")};
 }
 
 template <class Real>
-advantages::LogRatioSumArgs<Real> make_sums(const areal_log_ratio_sums_args& args, Memory memory, const char* op) {
-  required(args.logprobs, args.tokens, op, "logprobs");
-  required(args.ref_logprobs, args.tokens, op, "ref_logprobs");
-  return {.tokens = make_tokens<Real>(args, memory, op), .sums = required(args.sums, args.sequences, op, "sums")};
+advantages::TokenRewards<Real> make_rewards(const areal_sequence_rewards_args& args, Memory memory, const char* op) {
+  AREAL_CHECK((args.logprobs == nullptr) == (args.ref_logprobs == nullptr), op,
+              ": expected logprobs and ref_logprobs or neither");
+  return {.rewards = static_cast<const Real*>(args.rewards),
+          .logprobs = static_cast<const Real*>(args.logprobs),
+          .ref_logprobs = static_cast<const Real*>(args.ref_logprobs),
+          .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
+          .beta = args.beta,
+          .kl = checked_enum(args.kl, advantages::Kl::kK3, op, "kl")};
 }
 
 }  // namespace
@@ -114,14 +122,16 @@ areal_status areal_sort_groups_cpu(const int64_t* group_ids, int64_t sequences, 
   });
 }
 
-int64_t areal_group_scores_scratch_bytes(void) { return areal::cuda::kBatchScratchBytes; }
+int64_t areal_group_scores_scratch_bytes(void) { return sizeof(areal::advantages::BatchStatistics); }
 
 areal_status areal_group_scores_cpu(const areal_group_scores_args* args) {
   constexpr const char* op = "areal_group_scores_cpu";
   return guarded([&] {
     const auto given = read_struct(args, op, "args");
-    with_real(given.dtype, op,
-              [&]<class Real>(Real) { areal::advantages::group_scores_cpu(make_group_scores<Real>(given, op)); });
+    with_real(given.dtype, op, [&]<class Real>(Real) {
+      const auto batch = areal::advantages::batch_statistics_cpu(make_group_scores<Real>(given, nullptr, op));
+      areal::advantages::group_scores_cpu(make_group_scores<Real>(given, &batch, op));
+    });
   });
 }
 
@@ -134,7 +144,10 @@ areal_status areal_group_scores_cuda(const areal_group_scores_args* args, void* 
         AREAL_CHECK(given.scratch != nullptr && given.scratch_bytes >= bytes, op, ": expected scratch of ", bytes,
                     " bytes, got ", given.scratch == nullptr ? 0 : given.scratch_bytes);
         with_real(given.dtype, op, [&]<class Real>(Real) {
-          areal::cuda::group_scores(make_group_scores<Real>(given, op), given.scratch, stream);
+          auto* batch = static_cast<areal::advantages::BatchStatistics*>(given.scratch);
+          const auto made = make_group_scores<Real>(given, batch, op);
+          areal::cuda::batch_statistics(made, batch, stream);
+          areal::cuda::group_scores(made, stream);
         });
       },
       op);
@@ -162,24 +175,53 @@ areal_status areal_spread_scores_cuda(const areal_spread_scores_args* args, void
       op);
 }
 
-areal_status areal_log_ratio_sums_cpu(const areal_log_ratio_sums_args* args) {
-  constexpr const char* op = "areal_log_ratio_sums_cpu";
+areal_status areal_sequence_rewards_cpu(const areal_sequence_rewards_args* args) {
+  constexpr const char* op = "areal_sequence_rewards_cpu";
   return guarded([&] {
     const auto given = read_struct(args, op, "args");
+    const areal::Segments segments = segments_in(Memory::kHost, given.cu_seqlens, given.sequences, given.tokens, op);
+    double* sums = required(given.sums, given.sequences, op, "sums");
     with_real(given.dtype, op, [&]<class Real>(Real) {
-      areal::advantages::log_ratio_sums_cpu(make_sums<Real>(given, Memory::kHost, op));
+      areal::advantages::sequence_rewards_cpu(make_rewards<Real>(given, Memory::kHost, op), segments, sums);
     });
   });
 }
 
-areal_status areal_log_ratio_sums_cuda(const areal_log_ratio_sums_args* args, void* stream) {
-  constexpr const char* op = "areal_log_ratio_sums_cuda";
+areal_status areal_sequence_rewards_cuda(const areal_sequence_rewards_args* args, void* stream) {
+  constexpr const char* op = "areal_sequence_rewards_cuda";
   return guarded_cuda(
       [&] {
         const auto given = read_struct(args, op, "args");
+        const areal::Segments segments =
+            segments_in(Memory::kDevice, given.cu_seqlens, given.sequences, given.tokens, op);
+        double* sums = required(given.sums, given.sequences, op, "sums");
         with_real(given.dtype, op, [&]<class Real>(Real) {
-          areal::cuda::log_ratio_sums(make_sums<Real>(given, Memory::kDevice, op), given.tokens, stream);
+          areal::cuda::sequence_rewards(make_rewards<Real>(given, Memory::kDevice, op), segments, given.tokens, sums,
+                                        stream);
         });
+      },
+      op);
+}
+
+areal_status areal_live_tokens_cpu(const areal_live_tokens_args* args) {
+  constexpr const char* op = "areal_live_tokens_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    const areal::Segments segments = segments_in(Memory::kHost, given.cu_seqlens, given.sequences, given.tokens, op);
+    areal::advantages::live_tokens_cpu(segments, mask_in(Memory::kHost, given.loss_mask, given.tokens, op),
+                                       required(given.counts, given.sequences, op, "counts"));
+  });
+}
+
+areal_status areal_live_tokens_cuda(const areal_live_tokens_args* args, void* stream) {
+  constexpr const char* op = "areal_live_tokens_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        const areal::Segments segments =
+            segments_in(Memory::kDevice, given.cu_seqlens, given.sequences, given.tokens, op);
+        areal::cuda::live_tokens(segments, mask_in(Memory::kDevice, given.loss_mask, given.tokens, op), given.tokens,
+                                 required(given.counts, given.sequences, op, "counts"), stream);
       },
       op);
 }

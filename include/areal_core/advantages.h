@@ -15,13 +15,14 @@ typedef struct areal_gae_args {
   int64_t tokens;
   int64_t sequences;
   const int64_t* cu_seqlens;
-  const void* rewards;      /* real */
-  const void* values;       /* real */
-  const uint8_t* loss_mask; /* NULL: every token is live */
-  double gamma;             /* in [0, 1] */
-  double lam;               /* in [0, 1] */
-  void* advantages;         /* real */
-  void* returns;            /* real */
+  const void* rewards;            /* real */
+  const void* values;             /* real */
+  const uint8_t* loss_mask;       /* NULL: every token is live */
+  double gamma;                   /* in [0, 1] */
+  double lam;                     /* in [0, 1] */
+  void* advantages;               /* real */
+  void* returns;                  /* real */
+  const double* terminal_rewards; /* [sequences], on the last live token; NaN: a failed sample, all 0. NULL: 0 */
 } areal_gae_args;
 AREAL_API areal_status areal_gae_cpu(const areal_gae_args* args);
 AREAL_API areal_status areal_gae_cuda(const areal_gae_args* args, void* stream);
@@ -32,7 +33,7 @@ typedef struct areal_group_scores_args {
   size_t size;
   int64_t dtype;
   int64_t sequences;
-  const void* rewards;       /* real [sequences]; NaN: a failed sample, which counts nowhere and scores 0 */
+  const void* rewards;       /* real [sequences]; NaN: a failed sample, which counts nowhere and scores NaN */
   const int64_t* sorted_ids; /* [sequences], group of each sequence in the order of `order` */
   const int64_t* order;      /* [sequences], a permutation: see areal_sort_groups_cpu */
   int64_t mean_level;        /* AREAL_LEVEL_*: whose mean is the baseline */
@@ -55,7 +56,7 @@ AREAL_API areal_status areal_group_scores_cpu(const areal_group_scores_args* arg
 AREAL_API areal_status areal_group_scores_cuda(const areal_group_scores_args* args, void* stream);
 
 /* A score per sequence laid over its live tokens:
- * advantages_t = (scores_s + beta (pi_ref / pi - 1)) / (divide_by_length ? live tokens of s : 1). */
+ * advantages_t = (scores_s + beta (pi_ref / pi - 1)) / divisors_s; 0 where the score is NaN. */
 typedef struct areal_spread_scores_args {
   size_t size;
   int64_t dtype;
@@ -63,30 +64,46 @@ typedef struct areal_spread_scores_args {
   int64_t sequences;
   const int64_t* cu_seqlens;
   const double* scores;     /* [sequences] */
+  const double* divisors;   /* [sequences], such as areal_live_tokens_*; NULL: 1 */
   const uint8_t* loss_mask; /* NULL: every token is live */
   const void* logprobs;     /* real [tokens]; NULL where beta is 0, as ref_logprobs */
   const void* ref_logprobs;
   double beta;
-  int64_t divide_by_length;
   void* advantages; /* real [tokens] */
 } areal_spread_scores_args;
 AREAL_API areal_status areal_spread_scores_cpu(const areal_spread_scores_args* args);
 AREAL_API areal_status areal_spread_scores_cuda(const areal_spread_scores_args* args, void* stream);
 
-/* sums_s = sum of log pi - log pi_ref over the live tokens of s. */
-typedef struct areal_log_ratio_sums_args {
+/* sums_s = sum over the live tokens of s of rewards_t - beta kl_t, with d = log pi - log pi_ref clamped to [-20, 20]
+ * and kl_t = d (k1), d^2 / 2 (k2), e^-d - 1 + d (k3). */
+typedef struct areal_sequence_rewards_args {
   size_t size;
   int64_t dtype;
   int64_t tokens;
   int64_t sequences;
   const int64_t* cu_seqlens;
   const uint8_t* loss_mask; /* NULL: every token is live */
-  const void* logprobs;     /* real [tokens] */
-  const void* ref_logprobs; /* real [tokens] */
-  double* sums;             /* [sequences] */
-} areal_log_ratio_sums_args;
-AREAL_API areal_status areal_log_ratio_sums_cpu(const areal_log_ratio_sums_args* args);
-AREAL_API areal_status areal_log_ratio_sums_cuda(const areal_log_ratio_sums_args* args, void* stream);
+  const void* rewards;      /* real [tokens]; NULL: 0 */
+  const void* logprobs;     /* real [tokens]; NULL, as ref_logprobs: no KL */
+  const void* ref_logprobs;
+  double beta;
+  int64_t kl;   /* AREAL_KL_* */
+  double* sums; /* [sequences] */
+} areal_sequence_rewards_args;
+AREAL_API areal_status areal_sequence_rewards_cpu(const areal_sequence_rewards_args* args);
+AREAL_API areal_status areal_sequence_rewards_cuda(const areal_sequence_rewards_args* args, void* stream);
+
+/* counts_s = live tokens of s. */
+typedef struct areal_live_tokens_args {
+  size_t size;
+  int64_t tokens;
+  int64_t sequences;
+  const int64_t* cu_seqlens;
+  const uint8_t* loss_mask; /* NULL: every token is live */
+  double* counts;           /* [sequences] */
+} areal_live_tokens_args;
+AREAL_API areal_status areal_live_tokens_cpu(const areal_live_tokens_args* args);
+AREAL_API areal_status areal_live_tokens_cuda(const areal_live_tokens_args* args, void* stream);
 
 #ifdef __cplusplus
 }

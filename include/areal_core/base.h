@@ -37,6 +37,9 @@ AREAL_API const char* areal_last_error(void);
 /* Element types, for the fields named dtype. */
 enum { AREAL_FLOAT32 = 0, AREAL_BFLOAT16 = 1, AREAL_FLOAT16 = 2, AREAL_FLOAT64 = 3 };
 
+/* Estimators of the KL to the reference policy from one sample. */
+enum { AREAL_KL_K1 = 0, AREAL_KL_K2 = 1, AREAL_KL_K3 = 2 };
+
 /* ---- threads of the CPU functions ---- */
 
 /* Threads that a call may use, the calling one included; 1 at first. The library keeps that many for the whole process;

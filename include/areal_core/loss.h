@@ -9,7 +9,6 @@ extern "C" {
 #endif
 
 enum { AREAL_BEHAVIOR_TRUNCATE = 0, AREAL_BEHAVIOR_MASK = 1 };
-enum { AREAL_KL_K1 = 0, AREAL_KL_K2 = 1, AREAL_KL_K3 = 2 };
 
 typedef struct areal_policy_loss_args {
   size_t size;

@@ -283,9 +283,9 @@ def test_empty_batches(name: str) -> None:
         ("rloo", {"eps_in_root": True}, "no eps_in_root with rloo"),
         ("reinforce", {"singleton": "raw"}, "no singleton with reinforce"),
         ("reinforce", {"leave_one_out": True}, "no leave_one_out with reinforce"),
-        ("maxrl", {"std_level": "group"}, "no std_level with maxrl"),
+        ("maxrl", {"std_level": "group"}, "no std_level with divide_by_mean"),
         ("dr_grpo", {"beta": 0.1}, "beta = 0 with dr_grpo"),
-        ("grpo_r1", {"beta": 0.1, "ref_logprobs": None}, "logprobs and ref_logprobs with beta = 0.1"),
+        ("grpo_r1", {"beta": 0.1, "ref_logprobs": None}, "ref_logprobs with beta = 0.1"),
         ("grpo_r1", {"ref_logprobs": torch.zeros(103)}, "ref_logprobs = None with beta = 0"),
         ("grpo_r1", {"gamma": 0.9}, "gamma = 1 with grpo_r1"),
         ("grpo_r1", {"lam": 0.9}, "lam = 1 with grpo_r1"),
@@ -315,14 +315,25 @@ def test_opcheck_and_compile() -> None:
     batch = make_batch()
     sorted_ids, order = torch.sort(batch["group_ids"], stable=True)
     ops_to_check = torch.ops.areal_core
+    options = (1, 2, True, False, False, False, 1, 0.1, True, True)
     torch.library.opcheck(
-        ops_to_check.group_scores.default, (batch["rewards"], sorted_ids, order, 1, 2, True, False, 1, 0.1, True, True)
+        ops_to_check.group_scores.default,
+        (torch.rand(12), torch.ones(12).double(), sorted_ids, order, torch.rand(5).double(), *options),
     )
     pair = (batch["logprobs"], batch["ref_logprobs"])
-    torch.library.opcheck(ops_to_check.log_ratio_sums.default, (*pair, batch["cu_seqlens"], batch["loss_mask"]))
+    rewards = torch.rand(len(pair[0]))
+    torch.library.opcheck(
+        ops_to_check.sequence_rewards.default, (rewards, *pair, batch["cu_seqlens"], batch["loss_mask"], 0.1, 2)
+    )
+    torch.library.opcheck(ops_to_check.token_rewards.default, (rewards, *pair, batch["loss_mask"], 0.1, 1))
+    torch.library.opcheck(ops_to_check.live_tokens.default, (batch["cu_seqlens"], batch["loss_mask"], len(rewards)))
+    torch.library.opcheck(
+        ops_to_check.discounted_returns.default,
+        (rewards, torch.rand(12).double(), batch["cu_seqlens"], batch["loss_mask"], 0.9),
+    )
     scores = torch.rand(12, dtype=torch.float64)
     tokens = (batch["cu_seqlens"], len(pair[0]), batch["loss_mask"])
-    torch.library.opcheck(ops_to_check.spread_scores.default, (scores, *tokens, *pair, 0.1, True, False))
+    torch.library.opcheck(ops_to_check.spread_scores.default, (scores, scores, *tokens, *pair, 0.1, False))
 
     def advantages(batch: dict[str, Tensor]) -> Tensor:
         return ops.compute_advantages("rloo", **batch, beta=0.1)

@@ -172,29 +172,37 @@ def test_group_scores(device: torch.device, dtype: torch.dtype, level: int) -> N
     assert torch.equal(order, expected_order)
     rewards = torch.tensor([1.0, 0.0, 0.5, float("nan"), 1.0, 3.0, 2.0], dtype=dtype, device=device)
     sorted_ids, order = sorted_ids.to(device), order.to(device)
-    want = native.group_scores.default(rewards, sorted_ids, order, 1, level, True, False, 1, 1e-6, True, True)
+    moments = torch.stack(ops.masked_moments(rewards, loss_mask=~rewards.isnan()))
+    levels = (1, level, True, False, False, False, 1, 1e-6, True, True)
+    want, _, _ = native.group_scores.default(rewards, None, sorted_ids, order, moments, *levels)
     scores = torch.empty(7, dtype=torch.float64, device=device)
     scratch = torch.empty(library().areal_group_scores_scratch_bytes(), dtype=torch.uint8, device=device)
-    levels = {"mean_level": 1, "std_level": level, "leave_one_out": 1, "ddof": 1, "eps_in_root": 1, "singleton_raw": 1}
+    flags = {"mean_level": 1, "std_level": level, "leave_one_out": 1, "ddof": 1, "eps_in_root": 1, "singleton_raw": 1}
     arrays = {"rewards": rewards, "sorted_ids": sorted_ids, "order": order, "scores": scores, "scratch": scratch}
     extra = {"sequences": 7, "eps": 1e-6, "scratch_bytes": scratch.numel()}
-    call_on(device, "group_scores", make("areal_group_scores_args", dtype=dtype, **arrays, **levels, **extra))
+    call_on(device, "group_scores", make("areal_group_scores_args", dtype=dtype, **arrays, **flags, **extra))
     assert_same_bits(scores, want)
 
 
 @reals
-def test_spread_scores_and_log_ratio_sums(device: torch.device, dtype: torch.dtype) -> None:
+def test_spread_scores_sequence_rewards_and_live_tokens(device: torch.device, dtype: torch.dtype) -> None:
     pair = {name: per_token(device, dtype) for name in ("logprobs", "ref_logprobs")}
     cu, mask, scores = CU.to(device), some_mask(device), torch.randn(S, dtype=torch.float64).to(device)
     common = {"dtype": dtype, "tokens": T, "sequences": S, "cu_seqlens": cu, "loss_mask": mask, **pair}
     out = torch.full((T,), 7.0, dtype=dtype, device=device)
-    spread = make("areal_spread_scores_args", scores=scores, beta=0.1, divide_by_length=1, advantages=out, **common)
+    lengths = torch.full((S,), 7.0, dtype=torch.float64, device=device)
+    counted = {name: x for name, x in common.items() if name not in ("dtype", *pair)}
+    call_on(device, "live_tokens", make("areal_live_tokens_args", counts=lengths, **counted))
+    assert_same_bits(lengths, native.live_tokens.default(cu, mask, T))
+    spread = make("areal_spread_scores_args", scores=scores, divisors=lengths, beta=0.1, advantages=out, **common)
     call_on(device, "spread_scores", spread)
     float64 = dtype == torch.float64
-    assert_same_bits(out, native.spread_scores.default(scores, cu, T, mask, *pair.values(), 0.1, True, float64))
+    assert_same_bits(out, native.spread_scores.default(scores, lengths, cu, T, mask, *pair.values(), 0.1, float64))
     sums = torch.full((S,), 7.0, dtype=torch.float64, device=device)
-    call_on(device, "log_ratio_sums", make("areal_log_ratio_sums_args", sums=sums, **common))
-    assert_same_bits(sums, native.log_ratio_sums.default(*pair.values(), cu, mask))
+    rewards = per_token(device, dtype)
+    made = make("areal_sequence_rewards_args", rewards=rewards, beta=0.1, kl=2, sums=sums, **common)
+    call_on(device, "sequence_rewards", made)
+    assert_same_bits(sums, native.sequence_rewards.default(rewards, *pair.values(), cu, mask, 0.1, 2))
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])

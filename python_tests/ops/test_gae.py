@@ -162,7 +162,9 @@ def test_accepts_int32_offsets_strides_and_gradients() -> None:
 def test_opcheck_and_compile() -> None:
     rewards, values, cu_seqlens = make_batch([5, 6])
     mask = torch.rand(11) < 0.5
-    torch.library.opcheck(torch.ops.areal_core.gae.default, (rewards, values, cu_seqlens, mask, 0.9, 0.8))
+    torch.library.opcheck(
+        torch.ops.areal_core.gae.default, (rewards, values, torch.ones(2).double(), cu_seqlens, mask, 0.9, 0.8)
+    )
     compiled = torch.compile(ops.gae, fullgraph=True)(rewards, values, cu_seqlens, gamma=0.9, lam=0.8, loss_mask=mask)
     eager = ops.gae(rewards, values, cu_seqlens, gamma=0.9, lam=0.8, loss_mask=mask)
     for a, b in zip(compiled, eager, strict=True):

@@ -33,12 +33,14 @@ AREAL_INLINE void scan_tokens(const GaeArgs<Real>& a, const Decay<Real>& decay, 
                               Real& carry) {
   for (int64_t t = end; t-- > begin;) {
     if (a.loss_mask != nullptr && !a.loss_mask[t]) {
-      a.advantages[t] = a.returns[t] = 0;
+      a.returns[t] = 0;
+      if (a.advantages != nullptr) a.advantages[t] = 0;
       continue;
     }
-    const Real value = a.values[t], total = a.rewards[t] + carry;
+    const Real value = a.values != nullptr ? a.values[t] : 0;
+    const Real total = (a.rewards != nullptr ? a.rewards[t] : 0) + carry;
     a.returns[t] = total;
-    a.advantages[t] = total - value;
+    if (a.advantages != nullptr) a.advantages[t] = total - value;
     carry = decay.reward * total + decay.value * value;
   }
 }
@@ -63,7 +65,9 @@ AREAL_INLINE VectorDecay make_vector_decay(const GaeArgs<float>& a) {
 
 // kLanes live tokens from t; carry holds B of token t + kLanes in every lane, and becomes B of token t.
 AREAL_INLINE void scan_vector(const GaeArgs<float>& a, const VectorDecay& d, int64_t t, VecF& carry) {
-  const VecF zero = splat(0.0f), reward = load(a.rewards + t), value = load(a.values + t);
+  const VecF zero = splat(0.0f);
+  const VecF reward = a.rewards != nullptr ? load(a.rewards + t) : zero;
+  const VecF value = a.values != nullptr ? load(a.values + t) : zero;
   VecF b = fma(d.reward, reward, d.value * value);
   b = fma(d.reward, shift_down<1>(b, zero), b);
   b = fma(d.step2, shift_down<2>(b, zero), b);
@@ -72,7 +76,7 @@ AREAL_INLINE void scan_vector(const GaeArgs<float>& a, const VectorDecay& d, int
   b = fma(d.to_end, carry, b);
   const VecF total = reward + shift_down<1>(b, carry);
   store(a.returns + t, total);
-  store(a.advantages + t, total - value);
+  if (a.advantages != nullptr) store(a.advantages + t, total - value);
   carry = splat(b[0]);
 }
 
@@ -91,8 +95,8 @@ AREAL_INLINE Live live_tokens(const bool* mask) {
 }
 
 AREAL_INLINE void scan_sequence(const GaeArgs<float>& a, const Decay<float>& decay, const VectorDecay& vector_decay,
-                                int64_t begin, int64_t end) {
-  VecF carry = splat(0.0f);
+                                int64_t begin, int64_t end, float terminal) {
+  VecF carry = splat(terminal);
   int64_t t = end;
   for (; t - begin >= kLanes; t -= kLanes) {
     const int64_t first = t - kLanes;
@@ -101,7 +105,7 @@ AREAL_INLINE void scan_sequence(const GaeArgs<float>& a, const Decay<float>& dec
         scan_vector(a, vector_decay, first, carry);
         break;
       case Live::kNone:
-        store(a.advantages + first, splat(0.0f));
+        if (a.advantages != nullptr) store(a.advantages + first, splat(0.0f));
         store(a.returns + first, splat(0.0f));
         break;
       case Live::kSome:
@@ -115,22 +119,38 @@ AREAL_INLINE void scan_sequence(const GaeArgs<float>& a, const Decay<float>& dec
   scan_tokens(a, decay, begin, t, last);
 }
 
+// Calls scan(begin, end, terminal reward) for the sequences [begin, end); the outputs of failed ones are zeroed.
+template <class Real, class Scan>
+AREAL_INLINE void for_each_scan(const GaeArgs<Real>& a, int64_t begin, int64_t end, const Scan& scan) {
+  for (int64_t s = begin; s < end; ++s) {
+    const int64_t first = a.segments.cu_seqlens[s], last = a.segments.cu_seqlens[s + 1];
+    const double terminal = a.terminal != nullptr ? a.terminal[s] : 0;
+    if (terminal == terminal) {
+      scan(first, last, static_cast<Real>(terminal));
+      continue;
+    }
+    for (int64_t t = first; t < last; ++t) {
+      a.returns[t] = 0;
+      if (a.advantages != nullptr) a.advantages[t] = 0;
+    }
+  }
+}
+
 }  // namespace
 
 void gae_sequences(const GaeArgs<float>& args, int64_t begin, int64_t end) {
   const Decay<float> decay = make_decay(args);
   const VectorDecay vector_decay = make_vector_decay(args);
-  for (int64_t s = begin; s < end; ++s) {
-    scan_sequence(args, decay, vector_decay, args.segments.cu_seqlens[s], args.segments.cu_seqlens[s + 1]);
-  }
+  for_each_scan(args, begin, end, [&](int64_t first, int64_t last, float terminal) __attribute__((always_inline)) {
+    scan_sequence(args, decay, vector_decay, first, last, terminal);
+  });
 }
 
 void gae_sequences(const GaeArgs<double>& args, int64_t begin, int64_t end) {
   const Decay<double> decay = make_decay(args);
-  for (int64_t s = begin; s < end; ++s) {
-    double carry = 0;
-    scan_tokens(args, decay, args.segments.cu_seqlens[s], args.segments.cu_seqlens[s + 1], carry);
-  }
+  for_each_scan(args, begin, end, [&](int64_t first, int64_t last, double terminal) __attribute__((always_inline)) {
+    scan_tokens(args, decay, first, last, terminal);
+  });
 }
 
 }  // namespace areal::AREAL_ISA

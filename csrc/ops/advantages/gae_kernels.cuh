@@ -65,8 +65,8 @@ __device__ __forceinline__ void load_tile(const GaeArgs<Real>& args, int64_t beg
     const int64_t t = token_of<kWarps>(tile_end, row);
     const bool inside = t >= begin;
     tile.live[row] = inside && (args.loss_mask == nullptr || args.loss_mask[t]);
-    tile.reward[row] = inside ? __ldg(args.rewards + t) : Real(0);
-    tile.value[row] = inside ? __ldg(args.values + t) : Real(0);
+    tile.reward[row] = inside && args.rewards != nullptr ? __ldg(args.rewards + t) : Real(0);
+    tile.value[row] = inside && args.values != nullptr ? __ldg(args.values + t) : Real(0);
   }
 }
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ Affine<Real> scan_tile(Real decay, Real value_weight,
 // carry: B of the token after the warp's last.
 template <int kWarps, class Real>
 __device__ __forceinline__ void store_tile(const GaeArgs<Real>& args, int64_t begin, int64_t tile_end, Real carry,
-                                           const WarpTile<Real>& tile) {
+                                           bool failed, const WarpTile<Real>& tile) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   Real row_carry = carry;
 #pragma unroll
@@ -98,10 +98,10 @@ __device__ __forceinline__ void store_tile(const GaeArgs<Real>& args, int64_t be
     const Real total = tile.reward[row] + (lane == 0 ? row_carry : after);
     row_carry = __shfl_sync(kFullWarp, b, kWarp - 1);
     const int64_t t = token_of<kWarps>(tile_end, row);
-    if (t >= begin) {
-      args.returns[t] = tile.live[row] ? total : Real(0);
-      args.advantages[t] = tile.live[row] ? total - tile.value[row] : Real(0);
-    }
+    if (t < begin) continue;
+    const bool zero = failed || !tile.live[row];
+    args.returns[t] = zero ? Real(0) : total;
+    if (args.advantages != nullptr) args.advantages[t] = zero ? Real(0) : total - tile.value[row];
   }
 }
 
@@ -115,13 +115,14 @@ __global__ void __launch_bounds__(kWarps* kWarp) gae_kernel(GaeArgs<Real> args, 
   const Real decay = static_cast<Real>(args.gamma * args.lam);
   const Real value_weight = static_cast<Real>(args.gamma * (1.0 - args.lam));
   if constexpr (kWarps == 1) {
-    zero_tail(args.segments, tokens, args.advantages);
+    if (args.advantages != nullptr) zero_tail(args.segments, tokens, args.advantages);
     zero_tail(args.segments, tokens, args.returns);
   }
   for (int64_t s = blockIdx.x; s < args.segments.count; s += gridDim.x) {
     const auto [begin, end] = sequence_range(args.segments, s, tokens);
     if ((end - begin <= kShortTokens) != (kWarps == 1)) continue;
-    Real carry = 0;
+    Real carry = args.terminal != nullptr ? static_cast<Real>(args.terminal[s]) : Real(0);
+    const bool failed = carry != carry;
     for (int64_t tile_end = end; tile_end > begin; tile_end -= kTileTokens) {
       WarpTile<Real> tile;
       load_tile<kWarps>(args, begin, tile_end, tile);
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) gae_kernel(GaeArgs<Real> args, 
         carry = maps[w].mult * carry + maps[w].add;
       }
       __syncthreads();  // maps is free for the next tile
-      store_tile<kWarps>(args, begin, tile_end, warp_carry, tile);
+      store_tile<kWarps>(args, begin, tile_end, warp_carry, failed, tile);
     }
   }
 }

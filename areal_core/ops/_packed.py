@@ -1,0 +1,41 @@
+"""Per-token arguments as the native ops take them: packed [T]. A padded batch [S, L] is one too: rows of length L."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areal_core.ops._dispatch import as_int64
+
+
+def as_mask(loss_mask: Tensor | None) -> Tensor | None:
+    """A mask of any dtype, nonzero = live, as the native ops take it."""
+    return None if loss_mask is None else loss_mask.to(torch.bool).contiguous()
+
+
+def packed_tokens(
+    op: str, cu_seqlens: Tensor | None, tensors: dict[str, Tensor | None]
+) -> tuple[Tensor, dict[str, Tensor | None], torch.Size | None]:
+    """cu_seqlens as int64, the per-token tensors as contiguous [T] without gradient, and the shape to give results.
+
+    Without cu_seqlens the tensors are padded [S, L]. The shape is None when no tensor tells T.
+
+    Raises:
+        ValueError: neither cu_seqlens nor a per-token tensor, or tensors that are not 2-D where they must be.
+    """
+    shape = next((x.shape for x in tensors.values() if x is not None), None)
+    if cu_seqlens is None:
+        if shape is None:
+            raise ValueError(f"{op}: expected cu_seqlens, or padded [S, L] tensors such as loss_mask, got neither")
+        for name, x in tensors.items():
+            if x is not None and (x.shape != shape or x.dim() != 2):
+                wanted = list(shape) if len(shape) == 2 else "[S, L]"
+                raise ValueError(
+                    f"{op}: expected {name} of shape {wanted} without cu_seqlens (padded data), got {list(x.shape)}"
+                )
+        rows, columns = shape
+        device = next(x.device for x in tensors.values() if x is not None)
+        cu_seqlens = torch.arange(rows + 1, device=device) * columns
+        tensors = {name: None if x is None else x.reshape(-1) for name, x in tensors.items()}
+    flat = {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
+    return as_int64(cu_seqlens, op, "cu_seqlens"), flat, shape

@@ -1,0 +1,199 @@
+"""Every named estimator against the table it comes from, and what holds for all of them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_checks import assert_near, assert_same_bits
+from torch import Tensor
+
+from areal_core import ops
+from areal_core.reference import estimators as reference
+
+TABLE = [
+    "dapo",
+    "dr_grpo",
+    "gpg",
+    "grpo_original",
+    "grpo_r1",
+    "maxrl",
+    "opo",
+    "orz",
+    "ppo",
+    "reinforce",
+    "reinforce_kl",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "rloo",
+]
+SEED = ["reinforce", "reinforce_kl", "reinforce_pp", "rloo", "remax", "ppo", "orz"]
+SEED += ["grpo_original", "grpo_r1", "dapo", "dr_grpo"]
+WITH_KL = [n for n in TABLE if n.startswith(("reinforce", "grpo")) or n in ("rloo", "remax", "ppo")]
+CRITICS = ["orz", "ppo"]
+
+
+def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+    """Ragged groups in any order, empty sequences, all-masked ones, and a failed sample."""
+    torch.manual_seed(seed)
+    lengths = torch.tensor([0, 5, 0, 17, 3, 1, 33, 8, 2, 20, 4, 4, 6])
+    cu_seqlens = lengths.cumsum(0)
+    tokens = int(cu_seqlens[-1])
+    loss_mask = torch.rand(tokens) < 0.7
+    loss_mask[cu_seqlens[7] : cu_seqlens[8]] = False
+    rewards = torch.rand(12, dtype=torch.float64)
+    rewards[[3, 6, 11]] = 0.25
+    rewards[10] = math.nan
+    logprobs = -torch.rand(tokens, dtype=torch.float64) - 0.1
+    return {
+        "rewards": rewards.to(dtype),
+        "cu_seqlens": cu_seqlens,
+        "group_ids": torch.tensor([7, -3, 7, 40, -3, 7, 40, 2**40, 7, 11, 11, 40]),
+        "loss_mask": loss_mask,
+        "logprobs": logprobs.to(dtype),
+        "ref_logprobs": (logprobs + 0.3 * torch.randn(tokens, dtype=torch.float64)).to(dtype),
+        "values": torch.randn(tokens, dtype=torch.float64).to(dtype),
+        "greedy_rewards": torch.rand(12, dtype=torch.float64).to(dtype),
+    }
+
+
+def used_by(name: str, batch: dict[str, Tensor], beta: float) -> dict[str, Tensor]:
+    """What of the batch the estimator takes."""
+    unused = {"values"} - ({"values"} if name in CRITICS else set())
+    unused |= set() if name == "remax" else {"greedy_rewards"}
+    unused |= set() if beta != 0 else {"ref_logprobs"}
+    return {key: x for key, x in batch.items() if key not in unused}
+
+
+def estimate(name: str, batch: dict[str, Tensor], beta: float = 0.0, **options: Any) -> Tensor:
+    """The estimator on what it takes of the batch."""
+    return ops.compute_advantages(name, **used_by(name, batch, beta), beta=beta, **options)
+
+
+def test_every_name_is_listed() -> None:
+    assert ops.estimators() == sorted(ops.estimators())
+    assert set(SEED) < set(TABLE) < set(ops.estimators())
+
+
+@pytest.mark.parametrize(("name", "beta"), [*((n, 0.0) for n in TABLE), *((n, 0.25) for n in WITH_KL)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_matches_the_table(name: str, beta: float, dtype: torch.dtype) -> None:
+    batch = make_batch(dtype)
+    options = {"gamma": 0.97, "lam": 0.9} if name == "ppo" else {}
+    out = estimate(name, batch, beta, **options)
+    assert out.dtype == dtype
+    bound = 5e-6 if dtype == torch.float32 else 1e-12
+    assert_near(out, reference.compute_advantages(name, **batch, beta=beta, **options), absolute=bound, relative=bound)
+
+
+def test_orz_is_ppo_without_discount_and_kl() -> None:
+    batch = make_batch()
+    assert_same_bits(estimate("orz", batch), estimate("ppo", batch))
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_masked_tokens_are_never_looked_at(name: str, beta: float) -> None:
+    beta = beta if name in WITH_KL else 0.0
+    batch = make_batch(torch.float32)
+    masked = ~batch["loss_mask"]
+    dirty = dict(batch)
+    for key, junk in (("logprobs", math.nan), ("ref_logprobs", -math.inf), ("values", math.inf)):
+        dirty[key] = batch[key].masked_fill(masked, junk)
+    clean = estimate(name, batch, beta)
+    assert_same_bits(estimate(name, dirty, beta), clean)
+    assert not clean[masked].any()
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_failed_sample_is_as_if_it_had_not_been(name: str, beta: float) -> None:
+    beta = beta if name in WITH_KL else 0.0
+    batch = make_batch()
+    lengths = batch["cu_seqlens"].diff()
+    kept = ~batch["rewards"].isnan()
+    token_kept = kept.repeat_interleave(lengths)
+    cut = {key: x[kept] for key, x in batch.items() if len(x) == len(kept)}
+    cut |= {key: x[token_kept] for key, x in batch.items() if len(x) == len(token_kept)}
+    cut["cu_seqlens"] = torch.cat([torch.zeros(1).long(), lengths[kept].cumsum(0)])
+    out = estimate(name, batch, beta)
+    assert_same_bits(out[token_kept], estimate(name, cut, beta))
+    assert not out[~token_kept].any()
+
+
+@given(order=st.permutations(range(12)), name=st.sampled_from(TABLE), beta=st.sampled_from([0.0, 0.5]))
+@settings(max_examples=60, deadline=None)
+def test_no_bit_depends_on_the_order_of_the_sequences(order: list[int], name: str, beta: float) -> None:
+    beta = beta if name in WITH_KL else 0.0
+    batch = make_batch()
+    bounds = batch["cu_seqlens"]
+    tokens = torch.cat([torch.arange(int(bounds[s]), int(bounds[s + 1])) for s in order])
+    permuted = {key: x[order] for key, x in batch.items() if len(x) == 12}
+    permuted |= {key: x[tokens] for key, x in batch.items() if len(x) == len(tokens)}
+    permuted["cu_seqlens"] = torch.cat([torch.zeros(1).long(), bounds.diff()[order].cumsum(0)])
+    assert_same_bits(estimate(name, permuted, beta), estimate(name, batch, beta)[tokens])
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_padded_data_gives_the_same(name: str) -> None:
+    batch = make_batch()
+    beta = 0.25 if name in WITH_KL else 0.0
+    lengths = batch["cu_seqlens"].diff()
+    inside = torch.arange(40) < lengths[:, None]
+    padded = {}
+    for key, x in batch.items():
+        if len(x) == len(batch["loss_mask"]):
+            padded[key] = torch.zeros(12, 40, dtype=x.dtype)
+            padded[key][inside] = x
+        elif key != "cu_seqlens":
+            padded[key] = x
+    out = estimate(name, padded, beta)
+    assert out.shape == (12, 40)
+    assert_same_bits(out[inside], estimate(name, batch, beta))
+    assert not out[~inside].any()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_empty_batches(name: str) -> None:
+    batch = make_batch()
+    nothing = {key: x[:0] for key, x in batch.items()}
+    assert estimate(name, {**nothing, "cu_seqlens": torch.zeros(1).long()}).shape == (0,)
+    no_tokens = {key: x[:0] if len(x) == len(batch["loss_mask"]) else x for key, x in batch.items()}
+    assert estimate(name, {**no_tokens, "cu_seqlens": torch.zeros(13).long()}).shape == (0,)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_all_masked_and_all_failed_give_zeros(name: str) -> None:
+    batch = make_batch()
+    masked = estimate(name, {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
+    failed = estimate(name, {**batch, "rewards": torch.full((12,), math.nan, dtype=torch.float64)})
+    assert not masked.any()
+    assert not failed.any()
+
+
+def test_a_new_estimator_is_a_declaration() -> None:
+    lite_ppo = ops.Estimator(mean_level="group", std_level="batch")
+    ops.register_estimator("lite_ppo", lite_ppo)
+    batch = make_batch()
+    by_name = estimate("lite_ppo", batch)
+    assert_same_bits(by_name, estimate(lite_ppo, batch))
+    assert_same_bits(by_name, estimate("grpo_r1", batch, std_level="batch"))
+    assert "lite_ppo" in ops.estimators()
+    with pytest.raises(ValueError, match="expected a new name, got 'lite_ppo'"):
+        ops.register_estimator("lite_ppo", lite_ppo)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_compiles_without_a_graph_break(name: str) -> None:
+    batch = make_batch(torch.float32)
+    beta = 0.25 if name in WITH_KL else 0.0
+
+    def advantages(batch: dict[str, Tensor]) -> Tensor:
+        return estimate(name, batch, beta)
+
+    torch._dynamo.reset()  # the names share code, whose recompilations are limited
+    compiled = torch.compile(advantages, fullgraph=True, backend="eager")
+    assert_same_bits(compiled(batch), advantages(batch))
