@@ -25,7 +25,7 @@ def has_loaded_symbol(soname: str, symbol: str) -> bool: ...
 # -- packing.cpp -------------------------------------------------------------------------------------------------------
 
 def allocate_microbatches(
-    lengths: list[int], max_tokens: int, min_bins: int, multiple_of: int, method: str, oversized: str
+    lengths: list[int], max_tokens: int, min_bins: int, multiple_of: int, method: str, oversized: str, too_few: str
 ) -> list[list[int]]: ...
 def partition_balanced(
     lengths: list[int],

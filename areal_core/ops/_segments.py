@@ -2,6 +2,7 @@
 transposed copy.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,18 @@ from torch import Tensor
 
 from areal_core.ops._dispatch import call
 
+Fill = float | Mapping[str, float]
 _ops = torch.ops.areal_core
+
+
+def fill_values(op: str, keys: Collection[str], fill: Fill) -> list[float]:
+    """One value per key: the same for all, or what the mapping says (missing keys: 0)."""
+    if not isinstance(fill, Mapping):
+        return [float(fill)] * len(keys)
+    unknown = set(fill) - set(keys)
+    if unknown:
+        raise ValueError(f"{op}: expected fill for per-token keys {sorted(keys)}, got {sorted(unknown)}")
+    return [float(fill.get(k, 0.0)) for k in keys]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -27,6 +39,19 @@ def copy_segments(
     source_begin, target_begin, target_end = to_device(torch.stack(index), rows[0].device)
     copied = call(_ops.copy_segments, rows, source_begin, target_begin, target_end, target_rows, fills)
     return dict(zip(tensors, copied, strict=True))
+
+
+def copy_segments_into(
+    tensors: dict[str, Tensor], targets: dict[str, Tensor], index: tuple[Tensor, Tensor, Tensor], fills: list[float]
+) -> None:
+    """The same into tensors of rows that are given, and written whole. No gradients."""
+    if not tensors:
+        return
+    rows = [v.contiguous() for v in tensors.values()]
+    source_begin, target_begin, target_end = to_device(torch.stack(index), rows[0].device)
+    written = [targets[k] for k in tensors]
+    call(_ops.copy_segments_into, rows, written, source_begin, target_begin, target_end, fills)
+    torch.autograd.graph.increment_version(written)  # the dispatcher leaves that to whoever registers an op
 
 
 def _fake_copy_segments(
@@ -53,4 +78,5 @@ def _copy_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 torch.library.register_fake("areal_core::copy_segments", _fake_copy_segments)
+torch.library.register_fake("areal_core::copy_segments_into", lambda *arguments: None)
 torch.library.register_autograd("areal_core::copy_segments", _copy_backward, setup_context=_copy_setup)

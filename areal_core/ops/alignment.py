@@ -4,12 +4,14 @@ Per-token values are token-aligned (entry t belongs to token t); logits are pred
 t+1). The functions here convert between the two and never let a value cross into another sequence.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._segments import Fill, fill_values
 
 _ops = torch.ops.areal_core
 
@@ -36,16 +38,25 @@ def next_token_labels(input_ids: Tensor, cu_seqlens: Tensor, ignore_index: int =
     )
 
 
-def to_token_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor:
+@overload
+def to_token_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor: ...
+@overload
+def to_token_aligned(x: Mapping[str, Tensor], cu_seqlens: Tensor, fill: Fill = 0.0) -> dict[str, Tensor]: ...
+def to_token_aligned(
+    x: Tensor | Mapping[str, Tensor], cu_seqlens: Tensor, fill: Fill = 0.0
+) -> Tensor | dict[str, Tensor]:
     """Move per-row values of the logits to the token they are about: x at t-1 goes to t inside each sequence.
 
     Args:
-        x: any dtype [T, ...], prediction-aligned (logprobs, entropy of logits row t).
+        x: any dtype [T, ...], prediction-aligned (logprobs, entropy of logits row t), or a dict of such tensors, which
+            are moved in one pass.
         cu_seqlens: int32 or int64 [S+1].
-        fill: float, the value at the first token of each sequence, which no row predicts.
+        fill: float, or for a dict one per key (missing keys: 0), the value at the first token of each sequence, which
+            no row predicts.
 
     Returns:
-        [T, ...] of the dtype of x, token-aligned. Differentiable: the last row of each sequence gets gradient 0.
+        [T, ...] of the dtype of x, token-aligned, or a dict of them. Differentiable: the last row of each sequence gets
+        gradient 0.
 
     On an accelerator the values of `cu_seqlens` are trusted; nothing synchronises. Bit-exact.
 
@@ -56,19 +67,32 @@ def to_token_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor
     return _shift("to_token_aligned", x, cu_seqlens, 1, fill)
 
 
-def to_prediction_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor:
+@overload
+def to_prediction_aligned(x: Tensor, cu_seqlens: Tensor, fill: float = 0.0) -> Tensor: ...
+@overload
+def to_prediction_aligned(x: Mapping[str, Tensor], cu_seqlens: Tensor, fill: Fill = 0.0) -> dict[str, Tensor]: ...
+def to_prediction_aligned(
+    x: Tensor | Mapping[str, Tensor], cu_seqlens: Tensor, fill: Fill = 0.0
+) -> Tensor | dict[str, Tensor]:
     """Move token-aligned values to the logits row that predicts the token: x at t+1 goes to t inside each sequence.
 
-    The counterpart of `to_token_aligned`, for what goes into the LM head: a loss mask, a temperature per token.
+    The counterpart of `to_token_aligned`, for what goes into the LM head: a loss mask, a temperature per token. A
+    trainer that works on rows of the logits shifts everything that it has about tokens together, so that a version
+    never stays behind its label:
+
+        rows = to_prediction_aligned(
+            {"labels": ids, "loss_mask": mask, "logprobs": logprobs, "versions": versions}, cu_seqlens,
+            fill={"labels": -100, "versions": -1})
 
     Args:
-        x: any dtype [T, ...], token-aligned.
+        x: any dtype [T, ...], token-aligned, or a dict of such tensors, which are moved in one pass.
         cu_seqlens: int32 or int64 [S+1].
-        fill: float, the value at the last row of each sequence, which predicts nothing.
+        fill: float, or for a dict one per key (missing keys: 0), the value at the last row of each sequence, which
+            predicts nothing.
 
     Returns:
-        [T, ...] of the dtype of x, prediction-aligned. Differentiable: the first token of each sequence gets
-        gradient 0.
+        [T, ...] of the dtype of x, prediction-aligned, or a dict of them. Differentiable: the first token of each
+        sequence gets gradient 0.
 
     Raises:
         ValueError: shapes or `cu_seqlens` that do not fit T, a fill that the dtype can't hold.
@@ -99,9 +123,24 @@ def position_ids(cu_seqlens: Tensor, *, total_tokens: int | None = None) -> Tens
     return out
 
 
-def _shift(op: str, x: Tensor, cu_seqlens: Tensor, shift: int, fill: float) -> Tensor:
-    out: Tensor = call(_ops.shift_tokens, x.contiguous(), as_int64(cu_seqlens, op, "cu_seqlens"), shift, float(fill))
-    return out
+@overload
+def _shift(op: str, x: Tensor, cu_seqlens: Tensor, shift: int, fill: Fill) -> Tensor: ...
+@overload
+def _shift(op: str, x: Mapping[str, Tensor], cu_seqlens: Tensor, shift: int, fill: Fill) -> dict[str, Tensor]: ...
+def _shift(
+    op: str, x: Tensor | Mapping[str, Tensor], cu_seqlens: Tensor, shift: int, fill: Fill
+) -> Tensor | dict[str, Tensor]:
+    cu_seqlens = as_int64(cu_seqlens, op, "cu_seqlens")
+    if isinstance(x, Tensor):
+        if isinstance(fill, Mapping):
+            raise ValueError(f"{op}: expected one fill for one tensor, got {dict(fill)}")
+        out: Tensor = call(_ops.shift_tokens, x.contiguous(), cu_seqlens, shift, float(fill))
+        return out
+    if not x:
+        return {}
+    tensors = [value.contiguous() for value in x.values()]
+    shifted = call(_ops.shift_segments, tensors, cu_seqlens, shift, fill_values(op, x, fill))
+    return dict(zip(x, shifted, strict=True))
 
 
 # --- fake kernels and gradients ---------------------------------------------------------------------------------------
@@ -115,6 +154,10 @@ def _fake_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     return cu_seqlens.new_empty(total_tokens)
 
 
+def _fake_shift_segments(tensors: list[Tensor], cu_seqlens: Tensor, shift: int, fills: list[float]) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+
+
 def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cu_seqlens, shift, _ = inputs
     ctx.save_for_backward(cu_seqlens)
@@ -126,6 +169,24 @@ def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _ops.shift_tokens(grad.contiguous(), cu_seqlens, -ctx.shift, 0.0), None, None, None
 
 
+def _shift_segments_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, cu_seqlens, shift, _ = inputs
+    ctx.save_for_backward(cu_seqlens)
+    ctx.shift = shift
+
+
+def _shift_segments_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    (cu_seqlens,) = ctx.saved_tensors
+    present = [g.contiguous() for g in grads if g is not None]
+    fills = [0.0] * len(present)
+    moved = iter(_ops.shift_segments(present, cu_seqlens, -ctx.shift, fills) if present else [])
+    return [None if g is None else next(moved) for g in grads], None, None, None
+
+
 torch.library.register_fake("areal_core::shift_tokens", _fake_shift_tokens)
+torch.library.register_fake("areal_core::shift_segments", _fake_shift_segments)
 torch.library.register_fake("areal_core::position_ids", _fake_position_ids)
 torch.library.register_autograd("areal_core::shift_tokens", _shift_backward, setup_context=_shift_setup)
+torch.library.register_autograd(
+    "areal_core::shift_segments", _shift_segments_backward, setup_context=_shift_segments_setup
+)

@@ -1,8 +1,10 @@
 """Assigning sequences to micro-batches: fewest bins under a token cap, or equal load over a number of bins."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal_core import _C
@@ -16,6 +18,8 @@ def allocate_microbatches(
     multiple_of: int = 1,
     method: Literal["ffd", "mffd", "kk"] = "ffd",
     oversized: Literal["error", "alone"] = "error",
+    too_few: Literal["error", "empty"] = "error",
+    group: Any = None,
 ) -> list[list[int]]:
     """Assign every sequence to a micro-batch of at most `max_tokens` tokens.
 
@@ -28,19 +32,54 @@ def allocate_microbatches(
             decreasing, at most 71/60 OPT + 1; "kk", the number that "ffd" finds with loads levelled by largest
             differencing (left as "ffd" has them where levelling would break the cap), O(S k log k) for k of them.
         oversized: what a sequence longer than `max_tokens` is: an "error", or "alone" in a micro-batch.
+        too_few: what fewer sequences than the micro-batches asked for are: an "error", or a reason to end with "empty"
+            micro-batches (a data-parallel rank must still take part in the collectives of a step).
+        group: torch.distributed process group over the ranks that must run the same number of micro-batches: the most
+            that one of them needs. Every rank calls this with its own lengths and otherwise the same arguments; one
+            all-gather of 16 bytes a rank. A failure on one rank raises on all of them.
 
     Returns:
         Indices of sequences by micro-batch, ascending within each. Every index occurs once and no micro-batch is
-        empty; more of them than needed (`min_bins`, `multiple_of`) come from halving those of most sequences. No
-        sequences: an empty list. Deterministic. The interpreter lock is released meanwhile.
+        empty, unless `too_few` allows it; more of them than needed (`min_bins`, `multiple_of`, `group`) come from
+        halving those of most sequences. No sequences and no `min_bins`: an empty list. Deterministic. The interpreter
+        lock is released meanwhile.
 
     Raises:
-        ValueError: an oversized or negative length (with its index), fewer sequences than the micro-batches asked for.
+        ValueError: an oversized or negative length (with its index), fewer sequences than the micro-batches asked for,
+            either on another rank of the group (naming it).
 
     Source: Johnson, "Near-optimal bin packing algorithms", 1973; Johnson and Garey, "A 71/60 theorem for bin packing",
     1985; Karmarkar and Karp, "The differencing method of set partitioning", 1982.
     """
-    return _C.allocate_microbatches(_as_list(lengths), max_tokens, min_bins, multiple_of, method, oversized)
+    listed = _as_list(lengths)
+
+    def allocate(bins: int) -> list[list[int]]:
+        return _C.allocate_microbatches(listed, max_tokens, bins, multiple_of, method, oversized, too_few)
+
+    if group is None:
+        return allocate(min_bins)
+    found: list[list[int]] = []
+    failure: Exception | None = None
+    try:
+        found = allocate(min_bins)
+    except Exception as error:  # the other ranks wait in the all-gather below: they must hear of it
+        failure = error
+    states = _gather(_FAILED if failure else len(found), len(listed), group)
+    if failure is not None:
+        raise failure
+    for rank, (bins, _) in enumerate(states):
+        if bins == _FAILED:
+            raise ValueError(f"allocate_microbatches: expected success on every rank, got an error on rank {rank}")
+    agreed = max(bins for bins, _ in states)
+    for rank, (_, sequences) in enumerate(states):
+        if too_few == "error" and sequences < agreed:
+            raise ValueError(
+                f"allocate_microbatches: expected at least {agreed} sequences on every rank (what one of them needs), "
+                f'got {sequences} on rank {rank} (too_few="empty" lets it run empty micro-batches)'
+            )
+    if len(found) < agreed:
+        found = allocate(agreed)
+    return found + [[]] * (agreed - len(found))  # a rank without any sequence found none
 
 
 def partition_balanced(
@@ -74,6 +113,18 @@ def partition_balanced(
         raise ValueError(f'partition_balanced: expected cost "tokens" or (a, b), got {cost!r}')
     linear, quadratic = (1.0, 0.0) if cost == "tokens" else cost
     return _C.partition_balanced(_as_list(lengths), k, float(linear), float(quadratic), equal_size, max_tokens)
+
+
+_FAILED = -1
+
+
+def _gather(bins: int, sequences: int, group: Any) -> list[tuple[int, int]]:
+    """Return (micro-batches needed, sequences) of every rank of the group."""
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    mine = torch.tensor([bins, sequences], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [(int(b), int(s)) for b, s in torch.stack(everyone).tolist()]
 
 
 def _as_list(lengths: Sequence[int] | Tensor) -> list[int]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from areal_core.ops._dispatch import as_int64, call
-from areal_core.ops._segments import copy_segments, to_device
+from areal_core.ops._segments import Fill, copy_segments, copy_segments_into, fill_values, to_device
 
-Fill = float | Mapping[str, float]
 _ops = torch.ops.areal_core
 
 
@@ -23,8 +22,11 @@ _ops = torch.ops.areal_core
 class PackedBatch:
     """Packed sequences: per-token tensors of `data` are [T, ...], those named in `per_sequence` are [S, ...].
 
-    With an alignment (`multiple_of` above 1) one dummy segment, possibly empty, follows the S sequences: `cu_seqlens`
-    then has S+2 entries and T counts its tokens too. It has no row in per-sequence tensors.
+    With an alignment of the pack (`multiple_of` above 1) one dummy segment, possibly empty, follows the S sequences:
+    `cu_seqlens` then has S+2 entries and T counts its tokens too. It has no row in per-sequence tensors.
+
+    With an alignment of each sequence (`sequence_multiple_of` above 1) every segment is rounded up: `cu_seqlens` then
+    counts the padding behind a sequence's tokens, `lengths` does not.
     """
 
     data: dict[str, Tensor]
@@ -33,6 +35,7 @@ class PackedBatch:
     max_seqlen: int  # tokens of the longest segment, the dummy included
     total_tokens: int  # T, the number of rows of every per-token tensor, the dummy included
     padded_length: int  # tokens, the L that `unpack` restores unless told otherwise
+    sequence_multiple_of: int = 1  # tokens, what the segments of the sequences are rounded up to
     per_sequence: frozenset[str] = field(default_factory=frozenset)
 
     @property
@@ -42,7 +45,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the S sequences, without the dummy segment."""
+        """Tokens of the S sequences, without padding and the dummy segment."""
         return int(self.lengths.sum())
 
     def __getitem__(self, key: str) -> Tensor:
@@ -57,6 +60,7 @@ def pack(
     lengths: Tensor | Sequence[int] | None = None,
     padding: Literal["right", "left"] = "right",
     multiple_of: int = 1,
+    sequence_multiple_of: int = 1,
     fill: Fill = 0.0,
     per_sequence: Collection[str] = (),
 ) -> PackedBatch:
@@ -72,6 +76,8 @@ def pack(
         padding: side of the padding, used with `lengths` only.
         multiple_of: int >= 1, tokens; above 1 a dummy segment rounds T up to a multiple of it, its rows hold `fill`
             (0 by default, so a loss mask leaves it out).
+        sequence_multiple_of: int >= 1, tokens; above 1 every sequence is rounded up to a multiple of it with rows that
+            hold `fill` (2 cp_size of them make a sequence fit for `zigzag_split`).
         fill: float, or one per key (missing keys: 0).
         per_sequence: names of per-sequence tensors that the shape rule would take for per-token ones.
 
@@ -108,21 +114,27 @@ def pack(
         device,
         source_begin=starts + width * torch.arange(sequences),
         lengths=counts,
-        multiple_of=multiple_of,
+        alignment=(multiple_of, sequence_multiple_of),
         fill=fill,
         padded_length=width,
     )
 
 
 def select_sequences(
-    packed: PackedBatch, indices: Sequence[int], *, multiple_of: int = 1, fill: Fill = 0.0
+    packed: PackedBatch,
+    indices: Sequence[int],
+    *,
+    multiple_of: int = 1,
+    sequence_multiple_of: int = 1,
+    fill: Fill = 0.0,
 ) -> PackedBatch:
     """Pack the given sequences of a packed batch, in the given order: a micro-batch, or a permutation.
 
     Args:
-        packed: PackedBatch; the dummy segment, if any, is left behind.
+        packed: PackedBatch; padding and the dummy segment, if any, are left behind.
         indices: ints in [0, S), without repetition.
         multiple_of: as in `pack`.
+        sequence_multiple_of: as in `pack`.
         fill: as in `pack`.
 
     Returns:
@@ -143,21 +155,27 @@ def select_sequences(
         packed.cu_seqlens.device,
         source_begin=_begins(packed)[chosen],
         lengths=packed.lengths[chosen],
-        multiple_of=multiple_of,
+        alignment=(multiple_of, sequence_multiple_of),
         fill=fill,
         padded_length=packed.padded_length,
     )
 
 
 def merge_microbatches(
-    parts: Sequence[PackedBatch], bins: Sequence[Sequence[int]], *, multiple_of: int = 1, fill: Fill = 0.0
+    parts: Sequence[PackedBatch],
+    bins: Sequence[Sequence[int]],
+    *,
+    multiple_of: int = 1,
+    sequence_multiple_of: int = 1,
+    fill: Fill = 0.0,
 ) -> PackedBatch:
     """Put the sequences of micro-batches back in order: the inverse of `select_sequences(packed, b) for b in bins`.
 
     Args:
-        parts: at least one PackedBatch, all with the same keys; their dummy segments are left behind.
+        parts: at least one PackedBatch, all with the same keys; padding and dummy segments are left behind.
         bins: int indices of the sequences of each part; together every index of [0, S) once.
         multiple_of: as in `pack`.
+        sequence_multiple_of: as in `pack`.
         fill: as in `pack`.
 
     Returns:
@@ -186,7 +204,7 @@ def merge_microbatches(
         parts[0].cu_seqlens.device,
         source_begin=begins[inverse],
         lengths=torch.cat([part.lengths for part in parts])[inverse],
-        multiple_of=multiple_of,
+        alignment=(multiple_of, sequence_multiple_of),
         fill=fill,
         padded_length=max(part.padded_length for part in parts),
     )
@@ -198,6 +216,7 @@ def unpack(
     fill: Fill = 0.0,
     *,
     length: int | None = None,
+    out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Restore padded tensors: [T, ...] becomes [S, L, ...], per-sequence tensors pass through.
 
@@ -208,12 +227,18 @@ def unpack(
         fill: float, or one per key (missing keys: 0), the value of padded positions.
         length: int, tokens, L of the result; default: `packed.padded_length`, so that unpacking restores the shape
             that was packed. At least the longest sequence.
+        out: contiguous tensors [S, L, ...], one for every per-token key, to write into: every element is written.
+            Padded tensors of a step's size are expensive to allocate anew (their pages must be zeroed first), and
+            shapes repeat from step to step. Default: new tensors.
 
     Returns:
-        dict of tensors. The dummy segment is dropped. Differentiable. Bit-exact, without synchronisation.
+        dict of tensors, those of `out` where given. Padding and the dummy segment are dropped. Differentiable, except
+        with `out`. Bit-exact, without synchronisation.
 
     Raises:
-        ValueError: a per-token tensor without T rows (naming the key), a `length` below the longest sequence.
+        ValueError: a per-token tensor without T rows (naming the key), a `length` below the longest sequence, keys or
+            shapes of `out` that do not fit, `out` for tensors that require gradients.
+        TypeError: a dtype of `out` that is not that of the packed tensor.
     """
     _check_choice("unpack", "padding", padding, ("right", "left"))
     width = packed.padded_length if length is None else length
@@ -225,10 +250,13 @@ def unpack(
     target_begin = width * torch.arange(packed.num_sequences)
     if padding == "left":
         target_begin = target_begin + width - packed.lengths
-    fills = _fills("unpack", per_token, fill)
+    fills = fill_values("unpack", per_token, fill)
     index = (_begins(packed), target_begin, target_begin + packed.lengths)
-    padded = copy_segments(per_token, index, rows, fills)
     shape = (packed.num_sequences, width)
+    if out is not None:
+        copy_segments_into(per_token, _rows_of(out, per_token, shape), index, fills)
+        return {k: out[k] if k in per_token else v for k, v in packed.data.items()}
+    padded = copy_segments(per_token, index, rows, fills)
     return {k: padded[k].reshape(*shape, *v.shape[1:]) if k in padded else v for k, v in packed.data.items()}
 
 
@@ -310,23 +338,34 @@ def _check_packed(op: str, packed: PackedBatch) -> dict[str, Tensor]:
     return {k: v for k, v in packed.data.items() if k not in packed.per_sequence}
 
 
+def _rows_of(out: Mapping[str, Tensor], per_token: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The tensors to write into, [S, L, ...], as rows; checked."""
+    if set(out) != set(per_token):
+        raise ValueError(f"unpack: expected out for the per-token keys {sorted(per_token)}, got {sorted(out)}")
+    for key, value in per_token.items():
+        target, wanted = out[key], (*shape, *value.shape[1:])
+        if tuple(target.shape) != wanted or not target.is_contiguous():
+            raise ValueError(f"unpack: expected out[{key!r}] contiguous {list(wanted)}, got {list(target.shape)}")
+        if target.dtype != value.dtype:
+            raise TypeError(f"unpack: expected out[{key!r}] dtype = {value.dtype}, got {target.dtype}")
+        if torch.is_grad_enabled() and (value.requires_grad or target.requires_grad):
+            raise ValueError(f"unpack: expected no gradients through out, got {key!r} that requires them")
+    return {k: v.view(shape[0] * shape[1], *v.shape[2:]) for k, v in out.items()}
+
+
+def _rounded_up(tokens: Tensor, multiple: int) -> Tensor:
+    return (tokens + (multiple - 1)) // multiple * multiple
+
+
 def _begins(packed: PackedBatch) -> Tensor:
     """First row of each sequence, on the host."""
-    return packed.lengths.cumsum(0) - packed.lengths
+    segments = _rounded_up(packed.lengths, packed.sequence_multiple_of)
+    return segments.cumsum(0) - segments
 
 
 def _check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{op}: expected {name} in {choices}, got {value!r}")
-
-
-def _fills(op: str, keys: Collection[str], fill: Fill) -> list[float]:
-    if not isinstance(fill, Mapping):
-        return [float(fill)] * len(keys)
-    unknown = set(fill) - set(keys)
-    if unknown:
-        raise ValueError(f"{op}: expected fill for per-token keys {sorted(keys)}, got {sorted(unknown)}")
-    return [float(fill.get(k, 0.0)) for k in keys]
 
 
 def _assemble(
@@ -337,28 +376,35 @@ def _assemble(
     *,
     source_begin: Tensor,
     lengths: Tensor,
-    multiple_of: int,
+    alignment: tuple[int, int],
     fill: Fill,
     padded_length: int,
 ) -> PackedBatch:
-    """Lay segments of `lengths` rows end to end, the dummy segment last. Index tensors come on the host."""
-    if multiple_of < 1:
-        raise ValueError(f"{op}: expected multiple_of >= 1, got {multiple_of}")
-    sequences, tokens = lengths.numel(), int(lengths.sum())
+    """Lay segments of `lengths` rows, rounded up, end to end, the dummy segment last. Index tensors come on the host.
+
+    alignment: `multiple_of` and `sequence_multiple_of`.
+    """
+    for name, value in zip(("multiple_of", "sequence_multiple_of"), alignment, strict=True):
+        if value < 1:
+            raise ValueError(f"{op}: expected {name} >= 1, got {value}")
+    multiple_of, sequence_multiple_of = alignment
+    segments = lengths if sequence_multiple_of == 1 else _rounded_up(lengths, sequence_multiple_of)
+    sequences, tokens = lengths.numel(), int(segments.sum())
     total = -(-tokens // multiple_of) * multiple_of
     cu_seqlens = torch.zeros(sequences + (2 if multiple_of > 1 else 1), dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=cu_seqlens[1 : sequences + 1])
+    torch.cumsum(segments, 0, out=cu_seqlens[1 : sequences + 1])
     cu_seqlens[sequences + 1 :] = total
-    index = (source_begin, cu_seqlens[:sequences], cu_seqlens[1 : sequences + 1])
+    begins = cu_seqlens[:sequences]
     per_token = {k: v for k, v in tensors.items() if k not in per_sequence}
-    copied = copy_segments(per_token, index, total, _fills(op, per_token, fill))
+    copied = copy_segments(per_token, (source_begin, begins, begins + lengths), total, fill_values(op, per_token, fill))
     return PackedBatch(
         data={k: copied.get(k, v) for k, v in tensors.items()},
         cu_seqlens=to_device(cu_seqlens, device),
         lengths=lengths,
-        max_seqlen=max(int(lengths.max()) if sequences else 0, total - tokens),
+        max_seqlen=max(int(segments.max()) if sequences else 0, total - tokens),
         total_tokens=total,
         padded_length=padded_length,
+        sequence_multiple_of=sequence_multiple_of,
         per_sequence=per_sequence,
     )
 

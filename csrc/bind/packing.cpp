@@ -17,12 +17,11 @@ PackMethod parse_method(const std::string& name) {
       format_message("allocate_microbatches: expected method in {\"ffd\", \"mffd\", \"kk\"}, got \"", name, "\""));
 }
 
-bool parse_oversized(const std::string& name) {
-  AREAL_CHECK(name == "error" || name == "alone",
-              "allocate_microbatches: expected oversized in {\"error\", "
-              "\"alone\"}, got \"",
-              name, "\"");
-  return name == "alone";
+// Whether an argument that is either "error" or `other` is the other.
+bool parse_policy(const char* argument, const std::string& name, const char* other) {
+  AREAL_CHECK(name == "error" || name == other, "allocate_microbatches: expected ", argument, " in {\"error\", \"",
+              other, "\"}, got \"", name, "\"");
+  return name == other;
 }
 
 // A list of ints. By hand: 2.6 ns an element, where pybind11's own conversion takes 12.
@@ -41,15 +40,19 @@ void register_packing(py::module_& m) {
   m.def(
       "allocate_microbatches",
       [](const py::list& list, int64_t max_tokens, int64_t min_bins, int64_t multiple_of, const std::string& method,
-         const std::string& oversized) {
+         const std::string& oversized, const std::string& too_few) {
         const std::vector<int64_t> lengths = to_vector(list);
-        const AllocateOptions options{max_tokens, min_bins, multiple_of, parse_method(method),
-                                      parse_oversized(oversized)};
+        const AllocateOptions options{.max_tokens = max_tokens,
+                                      .min_bins = min_bins,
+                                      .multiple_of = multiple_of,
+                                      .method = parse_method(method),
+                                      .oversized_alone = parse_policy("oversized", oversized, "alone"),
+                                      .allow_empty = parse_policy("too_few", too_few, "empty")};
         const py::gil_scoped_release unlocked;
         return allocate_microbatches(lengths, options);
       },
       py::arg("lengths"), py::arg("max_tokens"), py::arg("min_bins"), py::arg("multiple_of"), py::arg("method"),
-      py::arg("oversized"));
+      py::arg("oversized"), py::arg("too_few"));
   m.def(
       "partition_balanced",
       [](const py::list& list, int64_t bins, double linear_cost, double quadratic_cost, bool equal_size,

@@ -134,6 +134,10 @@ def padded_batch(size: int) -> dict[str, Tensor]:
     }
 
 
+def without_rewards(size: int) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(x) for name, x in padded_batch(size).items() if name != "rewards"}
+
+
 def attention_mask(size: int) -> Tensor:
     return torch.arange(max(lengths(size))) < torch.tensor(lengths(size))[:, None]
 
@@ -167,6 +171,11 @@ SAMPLES = [
     ),
     Sample("to_token_aligned", "", lambda n: {**per_token(n, "x"), "cu_seqlens": cu_seqlens(n), "fill": 1.5}, ("x",)),
     Sample("to_prediction_aligned", "", lambda n: {**per_token(n, "x"), "cu_seqlens": cu_seqlens(n)}, ("x",)),
+    Sample(
+        "to_prediction_aligned",
+        "dict",
+        lambda n: {"x": {**per_token(n, "x"), "mask": loss_mask(n)}, "cu_seqlens": cu_seqlens(n), "fill": {"x": 1.5}},
+    ),
     Sample("position_ids", "", lambda n: {"cu_seqlens": cu_seqlens(n), "total_tokens": sum(lengths(n))}),
     Sample(
         "zigzag_split",
@@ -183,6 +192,7 @@ SAMPLES = [
     Sample("pack", "lengths", lambda n: {"batch": padded_batch(n), "lengths": lengths(n)}, traceable=False),
     Sample("pack", "mask", lambda n: {"batch": padded_batch(n), "attention_mask": attention_mask(n)}, traceable=False),
     Sample("unpack", "", lambda n: {"packed": packed_batch(n), "padding": "left"}, traceable=False),
+    Sample("unpack", "out", lambda n: {"packed": packed_batch(n), "out": without_rewards(n)}, traceable=False),
     Sample("select_sequences", "", lambda n: {"packed": packed_batch(n), "indices": [3, 0]}, traceable=False),
     Sample(
         "merge_microbatches",

@@ -186,3 +186,51 @@ def test_cu_seqlens_may_have_strides_but_no_fractions(op: str, function: Callabl
     assert torch.equal(function(strided), function(torch.tensor([0, 2, 4], dtype=torch.int32)))
     with pytest.raises(TypeError, match=f"{op}: expected cu_seqlens of an integer dtype"):
         function(torch.tensor([0.0, 2.5, 4.0]))
+
+
+def test_a_dict_is_shifted_together() -> None:
+    batch = {
+        "labels": torch.arange(6) + 10,
+        "loss_mask": torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.bool),
+        "logprobs": torch.randn(6),
+        "versions": torch.tensor([7, 7, 8, 3, 3, 4], dtype=torch.int32),
+        "hidden": torch.randn(6, 3).bfloat16(),
+    }
+    fill = {"labels": -100, "versions": -1}
+    for op in (ops.to_prediction_aligned, ops.to_token_aligned):
+        moved = op(batch, CU, fill)
+        assert list(moved) == list(batch)
+        for key, x in batch.items():
+            assert torch.equal(moved[key], op(x, CU, fill.get(key, 0.0))), key
+    rows = ops.to_prediction_aligned(batch, CU, fill)
+    assert torch.equal(rows["labels"], ops.next_token_labels(batch["labels"], CU))
+    # A label and its version, mask and logprob stay together.
+    live = rows["labels"] != -100
+    back = rows["labels"][live] - 10
+    assert torch.equal(rows["versions"][live], batch["versions"][back])
+    assert torch.equal(rows["loss_mask"][live], batch["loss_mask"][back])
+    assert torch.equal(rows["logprobs"][live], batch["logprobs"][back])
+    assert ops.to_token_aligned({}, CU) == {}
+
+
+def test_gradients_of_a_dict() -> None:
+    x, h = (torch.randn(6, *shape, dtype=torch.float64, requires_grad=True) for shape in ((), (2,)))
+
+    def moved(x: torch.Tensor, h: torch.Tensor) -> list[torch.Tensor]:
+        out = ops.to_prediction_aligned({"x": x, "ids": torch.arange(6), "h": h}, CU, {"x": 0.5})
+        return [out["x"], out["h"]]
+
+    assert torch.autograd.gradcheck(moved, (x, h))
+    assert torch.autograd.gradgradcheck(moved, (x, h))
+    tensors = [x.detach().requires_grad_(), torch.arange(6), h.detach().bfloat16()]
+    torch.library.opcheck(torch.ops.areal_core.shift_segments.default, (tensors, CU, -1, [0.0, -7.0, 2.0]))
+
+
+def test_dict_refusals() -> None:
+    x = torch.zeros(6)
+    with pytest.raises(ValueError, match=r"fill for per-token keys \['x'\], got \['y'\]"):
+        ops.to_token_aligned({"x": x}, CU, {"y": 1.0})
+    with pytest.raises(ValueError, match="one fill for one tensor"):
+        ops.to_token_aligned(x, CU, {"x": 1.0})  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"every tensor as \[6, ...\]"):
+        ops.to_token_aligned({"x": x, "y": x[:5]}, CU)

@@ -232,3 +232,17 @@ def test_pack_against_recorded_outputs() -> None:
     assert packed["rewards"].tolist() == case["rewards_unchanged"]
     assert packed.cu_seqlens.tolist() == cu
     assert packed.max_seqlen == case["max_seqlen"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_too_few_sequences_may_leave_micro_batches_empty(method: Method) -> None:
+    lengths = [5, 9, 4]
+    bins = ops.allocate_microbatches(lengths, 10, min_bins=4, multiple_of=3, method=method, too_few="empty")
+    assert bins[3:] == [[], [], []]
+    check(bins[:3], lengths, 10)
+    assert ops.allocate_microbatches([], 10, min_bins=2, too_few="empty", method=method) == [[], []]
+    assert ops.allocate_microbatches([], 10, too_few="empty", method=method) == []
+    enough = ops.allocate_microbatches([5] * 9, 10, method=method, multiple_of=3)
+    assert ops.allocate_microbatches([5] * 9, 10, method=method, multiple_of=3, too_few="empty") == enough
+    with pytest.raises(ValueError, match=r'too_few in .*"empty".* got "some"'):
+        ops.allocate_microbatches([1], 8, too_few="some")  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Pack, unpack and choosing sequences, against plain loops and by round trips."""
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import pytest
@@ -324,3 +325,96 @@ def test_lengths_are_copied_and_must_be_integers() -> None:
     for wrong in (torch.tensor([2.0, 1.5]), torch.tensor([True, True]), [2.5, 1]):
         with pytest.raises(TypeError, match="pack: expected lengths of an integer dtype"):
             ops.pack({"x": torch.zeros(2, 3)}, lengths=wrong)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=50)
+@given(layout=layouts(), multiple=st.integers(1, 4), whole=st.integers(1, 5), data=st.data())
+def test_each_sequence_aligned(layout: Layout, multiple: int, whole: int, data: st.DataObject) -> None:
+    lengths, width, padding = layout
+    mask = make_mask(lengths, width, padding)
+    batch = {"x": torch.randn(len(lengths), width), "live": torch.ones(len(lengths), width, dtype=torch.bool)}
+    batch = {k: v * mask for k, v in batch.items()}
+    aligned: dict[str, Any] = {"multiple_of": whole, "sequence_multiple_of": multiple}
+    packed = ops.pack(batch, mask, **aligned, fill={"x": 9})
+    segments = [-(-n // multiple) * multiple for n in lengths]
+    cu = packed.cu_seqlens.tolist()
+    assert [b - a for a, b in itertools.pairwise(cu)][: len(lengths)] == segments
+    assert packed.total_tokens == -(-sum(segments) // whole) * whole == (cu[-1] if lengths else 0)
+    assert packed.lengths.tolist() == lengths
+    assert packed.num_tokens == sum(lengths)
+    # What is no token is filled, and a mask that rides along is off there.
+    assert packed["live"].sum() == sum(lengths)
+    assert (packed["x"][~packed["live"]] == 9).all()
+    assert torch.equal(packed["x"][packed["live"]], batch["x"][mask])
+    for key, value in ops.unpack(packed, padding).items():
+        assert torch.equal(value, batch[key])
+    chosen = data.draw(st.permutations(range(len(lengths))))
+    part = ops.select_sequences(packed, chosen, **aligned, fill={"x": 9})
+    plain = ops.merge_microbatches([part], [chosen])
+    assert torch.equal(plain["x"], batch["x"][mask])
+    again = ops.merge_microbatches([part], [chosen], **aligned, fill={"x": 9})
+    assert torch.equal(again["x"], packed["x"])
+    assert torch.equal(again.cu_seqlens, packed.cu_seqlens)
+
+
+def test_aligned_sequences_split_in_zigzag() -> None:
+    cp_size = 2
+    batch = {"x": torch.arange(1, 16).reshape(3, 5)}
+    packed = ops.pack(batch, lengths=[5, 0, 3], sequence_multiple_of=2 * cp_size)
+    parts = [ops.zigzag_split(packed["x"], packed.cu_seqlens, cp_size, r) for r in range(cp_size)]
+    assert [p.tolist() for p in parts] == [[1, 2, 0, 0, 11, 0], [3, 4, 5, 0, 12, 13]]
+    merged = ops.zigzag_merge(parts, packed.cu_seqlens)
+    assert torch.equal(merged, packed["x"])
+
+
+@settings(deadline=None, max_examples=30)
+@given(layout=layouts(), trailing=st.sampled_from([(), (3,), (0,)]), fill=st.sampled_from([0.0, -7.0]))
+def test_unpack_into_given_tensors(layout: Layout, trailing: tuple[int, ...], fill: float) -> None:
+    lengths, width, padding = layout
+    batch = {
+        "x": torch.randn(len(lengths), width, *trailing),
+        "ids": torch.randint(0, 9, (len(lengths), width)),
+        "rewards": torch.randn(len(lengths)),
+    }
+    packed = ops.pack(batch, lengths=lengths, padding=padding, per_sequence=["rewards"])
+    want = ops.unpack(packed, padding, fill)
+    out = {k: torch.full_like(v, 5) for k, v in want.items() if k != "rewards"}
+    versions = {k: v._version for k, v in out.items()}
+    got = ops.unpack(packed, padding, fill, out=out)
+    assert list(got) == list(want)
+    assert got["rewards"] is batch["rewards"]
+    for key in ("x", "ids"):
+        assert got[key] is out[key]
+        assert torch.equal(got[key], want[key])
+        assert out[key]._version > versions[key], "autograd must see the write"
+
+
+def test_unpack_refuses_what_it_cannot_write_into() -> None:
+    packed = ops.pack({"x": torch.ones(3, 5), "ids": torch.ones(3, 5, dtype=torch.int64)}, MASK)
+    good = ops.unpack(packed)
+    wrong: list[tuple[dict[str, Tensor], type[Exception], str]] = [
+        ({"x": good["x"]}, ValueError, r"out for the per-token keys \['ids', 'x'\], got \['x'\]"),
+        ({**good, "x": torch.ones(3, 6)}, ValueError, r"out\['x'\] contiguous \[3, 5\], got \[3, 6\]"),
+        ({**good, "x": torch.ones(5, 3).t()}, ValueError, r"out\['x'\] contiguous"),
+        ({**good, "ids": torch.ones(3, 5)}, TypeError, r"out\['ids'\] dtype = torch.int64, got torch.float32"),
+        ({**good, "x": torch.ones(3, 5, requires_grad=True)}, ValueError, "no gradients through out, got 'x'"),
+    ]
+    for out, error, message in wrong:
+        with pytest.raises(error, match=message):
+            ops.unpack(packed, out=out)
+    leaf = torch.ones(3, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="no gradients through out"):
+        ops.unpack(ops.pack({"x": leaf}, MASK), out={"x": torch.ones(3, 5)})
+
+
+def test_native_checks_of_given_targets() -> None:
+    begin, end = torch.tensor([0]), torch.tensor([2])
+    x = torch.ones(2, 3)
+    into = torch.ops.areal_core.copy_segments_into
+    torch.library.opcheck(into.default, ([x], [torch.zeros(4, 3)], begin, begin, end, [0.0]))
+    wrong = [torch.zeros(4, 2), torch.zeros(4), torch.zeros(4, 3).double(), torch.zeros(3, 4).t(), torch.zeros(1, 3)]
+    for target in wrong:
+        with pytest.raises(Exception, match="copy_segments_into: expected"):
+            into([x], [target], begin, begin, end, [0.0])
+    with pytest.raises(Exception, match="one target per tensor"):
+        into([x, x], [torch.zeros(4, 3)], begin, begin, end, [0.0, 0.0])

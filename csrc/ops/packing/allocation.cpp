@@ -138,11 +138,12 @@ Bins allocate_microbatches(std::span<const int64_t> lengths, const AllocateOptio
   const int64_t wanted = rounded_up(std::max(found, options.min_bins), options.multiple_of);
   const bool nothing_to_do = lengths.empty() && options.min_bins == 1;
   if (nothing_to_do) return {};
-  AREAL_CHECK(wanted <= static_cast<int64_t>(lengths.size()), "allocate_microbatches: expected at least ", wanted,
+  const int64_t filled = std::min<int64_t>(wanted, static_cast<int64_t>(lengths.size()));
+  AREAL_CHECK(options.allow_empty || filled == wanted, "allocate_microbatches: expected at least ", wanted,
               " sequences (min_bins = ", options.min_bins, ", multiple_of = ", options.multiple_of, "), got ",
               lengths.size());
 
-  split_fullest(packed, wanted - alone);
+  split_fullest(packed, filled - alone);
   if (options.method == PackMethod::kKk && !packed.empty()) {
     const std::vector<double> costs(lengths.begin(), lengths.end());
     Bins level = largest_differencing(costs, packable, static_cast<int64_t>(packed.size()), false);
@@ -152,6 +153,7 @@ Bins allocate_microbatches(std::span<const int64_t> lengths, const AllocateOptio
   for (size_t i = 0; i < oversized; ++i) bins.push_back({order[i]});
   bins.insert(bins.end(), std::make_move_iterator(packed.begin()), std::make_move_iterator(packed.end()));
   sort_within(bins, lengths.size());
+  bins.resize(static_cast<size_t>(wanted));
   return bins;
 }
 

@@ -10,7 +10,8 @@
 
 namespace areal {
 
-// Indices of sequences, by bin. Every index occurs once, no bin is empty; indices ascend within a bin.
+// Indices of sequences, by bin. Every index occurs once; indices ascend within a bin. No bin is empty, unless
+// AllocateOptions::allow_empty says that some may be: those come last.
 using Bins = std::vector<std::vector<int64_t>>;
 
 enum class PackMethod : int32_t {
@@ -25,10 +26,11 @@ struct AllocateOptions {
   int64_t multiple_of = 1;  // the number of bins is a multiple of this
   PackMethod method = PackMethod::kFfd;
   bool oversized_alone = false;  // a sequence longer than max_tokens: alone in a bin, or else an error
+  bool allow_empty = false;      // fewer sequences than bins asked for: empty bins, or else an error
 };
 
 // Throws areal::Error on a negative length, an oversized sequence (naming index and length), and when there are too
-// few sequences to fill the number of bins asked for. No sequences give no bins.
+// few sequences to fill the number of bins asked for. No sequences give no bins, unless min_bins is above 1.
 Bins allocate_microbatches(std::span<const int64_t> lengths, const AllocateOptions& options);
 
 struct PartitionOptions {

@@ -13,6 +13,12 @@ constexpr int64_t kGrainBytes = int64_t{1} << 17;  // below this a second thread
 void fill_rows(const RowTensor& tensor, int64_t begin, int64_t end) {
   unsigned char* out = tensor.target + begin * tensor.row_bytes;
   const int64_t total_bytes = (end - begin) * tensor.row_bytes;
+  const unsigned char first = tensor.fill.bytes[0];
+  if (std::all_of(std::begin(tensor.fill.bytes), std::end(tensor.fill.bytes),
+                  [&](unsigned char byte) { return byte == first; })) {
+    std::memset(out, first, total_bytes);
+    return;
+  }
   int64_t done_bytes = std::min<int64_t>(total_bytes, sizeof tensor.fill.bytes);
   std::memcpy(out, tensor.fill.bytes, done_bytes);
   while (done_bytes < total_bytes) {  // double what is there
@@ -22,28 +28,21 @@ void fill_rows(const RowTensor& tensor, int64_t begin, int64_t end) {
   }
 }
 
-// Target rows [begin, end): one piece at a time, all tensors for each piece.
-void copy_range(const SegmentMap& map, std::span<const RowTensor> tensors, int64_t begin, int64_t end) {
+// Target rows [begin, end) of one tensor.
+void copy_range(const SegmentMap& map, const RowTensor& tensor, int64_t begin, int64_t end) {
   int64_t row = begin;
-  const auto fill_until = [&](int64_t until) {
-    if (row >= until) return;
-    for (const RowTensor& tensor : tensors) fill_rows(tensor, row, until);
-    row = until;
-  };
   const int64_t first = std::max<int64_t>(0, map.segment_of(begin, 0, map.count - 1));
   for (int64_t s = first; s < map.count && map.target_begin[s] < end; ++s) {
     const int64_t from = std::max(row, map.target_begin[s] + std::max<int64_t>(map.shift, 0));
     const int64_t until = std::min(end, map.target_end[s] + std::min<int64_t>(map.shift, 0));
     if (from >= until) continue;
-    fill_until(from);
+    if (row < from) fill_rows(tensor, row, from);
     const int64_t source = map.source_begin[s] + (from - map.target_begin[s]) - map.shift;
-    for (const RowTensor& tensor : tensors) {
-      std::memcpy(tensor.target + from * tensor.row_bytes, tensor.source + source * tensor.row_bytes,
-                  (until - from) * tensor.row_bytes);
-    }
+    std::memcpy(tensor.target + from * tensor.row_bytes, tensor.source + source * tensor.row_bytes,
+                (until - from) * tensor.row_bytes);
     row = until;
   }
-  fill_until(end);
+  if (row < end) fill_rows(tensor, row, end);
 }
 
 }  // namespace
@@ -65,8 +64,9 @@ void copy_segments_cpu(const SegmentMap& map, std::span<const RowTensor> tensors
   int64_t bytes_per_row = 0;
   for (const RowTensor& tensor : tensors) bytes_per_row += tensor.row_bytes;
   if (bytes_per_row == 0) return;
-  parallel_for(0, map.target_rows, std::max<int64_t>(1, kGrainBytes / bytes_per_row),
-               [&](int64_t begin, int64_t end) { copy_range(map, tensors, begin, end); });
+  parallel_for(0, map.target_rows, std::max<int64_t>(1, kGrainBytes / bytes_per_row), [&](int64_t begin, int64_t end) {
+    for (const RowTensor& tensor : tensors) copy_range(map, tensor, begin, end);
+  });
 }
 
 void position_ids_cpu(const Segments& segments, int64_t* out) {

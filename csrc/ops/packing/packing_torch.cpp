@@ -97,57 +97,108 @@ Tensor empty_rows(const Tensor& like, int64_t rows) {
   return bind::empty(shape, like.scalar_type(), like);
 }
 
-std::vector<Tensor> copy_all(const SegmentMap& map, const std::vector<Tensor>& tensors,
-                             const std::vector<double>& fills, const char* op) {
-  AREAL_CHECK(fills.size() == tensors.size(), op, ": expected one fill per tensor (", tensors.size(), "), got ",
-              fills.size());
-  std::vector<Tensor> targets;
-  std::vector<RowTensor> rows;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Tensor& source = tensors[i];
+void check_sources(const SegmentMap& map, const std::vector<Tensor>& tensors, size_t fills, const char* op) {
+  AREAL_CHECK(fills == tensors.size(), op, ": expected one fill per tensor (", tensors.size(), "), got ", fills);
+  for (const Tensor& source : tensors) {
     AREAL_CHECK(source.dim() >= 1 && source.size(0) == map.source_rows, op, ": expected every tensor as [",
                 map.source_rows, ", ...], got ", source.dim(), "-D with ", source.numel(), " elements");
     AREAL_CHECK(source.is_contiguous(), op, ": expected contiguous tensors");
     AREAL_CHECK(source.device() == tensors[0].device(), op, ": expected all tensors on one device");
-    targets.push_back(empty_rows(source, map.target_rows));
-    rows.push_back(make_rows(source, targets.back(), fills[i], op));
   }
+}
+
+// A target is what empty_rows(source, map.target_rows) would give.
+void check_targets(const SegmentMap& map, const std::vector<Tensor>& tensors, const std::vector<Tensor>& targets,
+                   const char* op) {
+  using torch::headeronly::toString;
+  AREAL_CHECK(targets.size() == tensors.size(), op, ": expected one target per tensor (", tensors.size(), "), got ",
+              targets.size());
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const Tensor &source = tensors[i], &target = targets[i];
+    AREAL_CHECK(target.scalar_type() == source.scalar_type(), op, ": expected target ", i,
+                " dtype = ", toString(source.scalar_type()), ", got ", toString(target.scalar_type()));
+    bool fits = target.dim() == source.dim() && target.size(0) == map.target_rows;
+    for (int64_t d = 1; fits && d < source.dim(); ++d) fits = target.size(d) == source.size(d);
+    AREAL_CHECK(fits, op, ": expected target ", i, " as [", map.target_rows, ", ...] with the rows of its tensor, got ",
+                target.dim(), "-D with ", target.numel(), " elements");
+    AREAL_CHECK(target.is_contiguous(), op, ": expected contiguous targets");
+    AREAL_CHECK(target.device() == tensors[0].device(), op, ": expected all targets on the device of the tensors");
+  }
+}
+
+void copy_all(const SegmentMap& map, const std::vector<Tensor>& tensors, const std::vector<Tensor>& targets,
+              const std::vector<double>& fills, const char* op) {
+  std::vector<RowTensor> rows;
+  for (size_t i = 0; i < tensors.size(); ++i) rows.push_back(make_rows(tensors[i], targets[i], fills[i], op));
   const auto copy_on_cpu = [&] {
     check_segment_map(map, op);
     copy_segments_cpu(map, rows);
   };
   bind::on_device(tensors[0], copy_on_cpu, [&](void* stream) { cuda::copy_segments(map, rows, stream); });
+}
+
+std::vector<Tensor> copy_to_new(const SegmentMap& map, const std::vector<Tensor>& tensors,
+                                const std::vector<double>& fills, const char* op) {
+  check_sources(map, tensors, fills.size(), op);
+  std::vector<Tensor> targets;
+  for (const Tensor& source : tensors) targets.push_back(empty_rows(source, map.target_rows));
+  copy_all(map, tensors, targets, fills, op);
   return targets;
+}
+
+SegmentMap make_map(const std::vector<Tensor>& tensors, const Tensor& source_begin, const Tensor& target_begin,
+                    const Tensor& target_end, int64_t target_rows, const char* op) {
+  AREAL_CHECK(!tensors.empty() && tensors[0].dim() >= 1, op, ": expected at least one tensor, 1-D or more");
+  AREAL_CHECK(target_rows >= 0, op, ": expected target_rows >= 0, got ", target_rows);
+  const Tensor& first = tensors[0];
+  const int64_t count = source_begin.numel();
+  return {.source_begin = bind::vector_data<const int64_t>(source_begin, count, first, op, "source_begin"),
+          .target_begin = bind::vector_data<const int64_t>(target_begin, count, first, op, "target_begin"),
+          .target_end = bind::vector_data<const int64_t>(target_end, count, first, op, "target_end"),
+          .count = count,
+          .source_rows = first.size(0),
+          .target_rows = target_rows};
 }
 
 std::vector<Tensor> copy_segments(std::vector<Tensor> tensors, Tensor source_begin, Tensor target_begin,
                                   Tensor target_end, int64_t target_rows, std::vector<double> fills) {
   constexpr const char* op = "copy_segments";
-  AREAL_CHECK(!tensors.empty() && tensors[0].dim() >= 1, op, ": expected at least one tensor, 1-D or more");
-  AREAL_CHECK(target_rows >= 0, op, ": expected target_rows >= 0, got ", target_rows);
-  const Tensor& first = tensors[0];
-  const int64_t count = source_begin.numel();
-  const SegmentMap map{.source_begin = bind::vector_data<const int64_t>(source_begin, count, first, op, "source_begin"),
-                       .target_begin = bind::vector_data<const int64_t>(target_begin, count, first, op, "target_begin"),
-                       .target_end = bind::vector_data<const int64_t>(target_end, count, first, op, "target_end"),
-                       .count = count,
-                       .source_rows = first.size(0),
-                       .target_rows = target_rows};
-  return copy_all(map, tensors, fills, op);
+  const SegmentMap map = make_map(tensors, source_begin, target_begin, target_end, target_rows, op);
+  return copy_to_new(map, tensors, fills, op);
 }
 
-Tensor shift_tokens(Tensor x, Tensor cu_seqlens, int64_t shift, double fill) {
-  constexpr const char* op = "shift_tokens";
-  AREAL_CHECK(x.dim() >= 1, op, ": expected x with at least 1 dimension, got 0");
-  const Segments segments = bind::make_segments(cu_seqlens, x.size(0), x, op);
+void copy_segments_into(std::vector<Tensor> tensors, std::vector<Tensor> targets, Tensor source_begin,
+                        Tensor target_begin, Tensor target_end, std::vector<double> fills) {
+  constexpr const char* op = "copy_segments_into";
+  AREAL_CHECK(!targets.empty() && targets[0].dim() >= 1, op, ": expected at least one target, 1-D or more");
+  const SegmentMap map = make_map(tensors, source_begin, target_begin, target_end, targets[0].size(0), op);
+  check_sources(map, tensors, fills.size(), op);
+  check_targets(map, tensors, targets, op);
+  copy_all(map, tensors, targets, fills, op);
+}
+
+std::vector<Tensor> shift_all(const std::vector<Tensor>& tensors, const Tensor& cu_seqlens, int64_t shift,
+                              const std::vector<double>& fills, const char* op) {
+  AREAL_CHECK(!tensors.empty() && tensors[0].dim() >= 1, op, ": expected x with at least 1 dimension, got 0");
+  const int64_t tokens = tensors[0].size(0);
+  const Segments segments = bind::make_segments(cu_seqlens, tokens, tensors[0], op);
   const SegmentMap map{.source_begin = segments.cu_seqlens,
                        .target_begin = segments.cu_seqlens,
                        .target_end = segments.cu_seqlens + 1,
                        .count = segments.count,
                        .shift = shift,
-                       .source_rows = x.size(0),
-                       .target_rows = x.size(0)};
-  return copy_all(map, {x}, {fill}, op)[0];
+                       .source_rows = tokens,
+                       .target_rows = tokens};
+  return copy_to_new(map, tensors, fills, op);
+}
+
+std::vector<Tensor> shift_segments(std::vector<Tensor> tensors, Tensor cu_seqlens, int64_t shift,
+                                   std::vector<double> fills) {
+  return shift_all(tensors, cu_seqlens, shift, fills, "shift_segments");
+}
+
+Tensor shift_tokens(Tensor x, Tensor cu_seqlens, int64_t shift, double fill) {
+  return shift_all({x}, cu_seqlens, shift, {fill}, "shift_tokens")[0];
 }
 
 Tensor position_ids(Tensor cu_seqlens, int64_t tokens) {
@@ -182,6 +233,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
   m.def(
       "copy_segments(Tensor[] tensors, Tensor source_begin, Tensor target_begin, Tensor target_end, "
       "SymInt target_rows, float[] fills) -> Tensor[]");
+  m.def(
+      "copy_segments_into(Tensor[] tensors, Tensor(a!)[] targets, Tensor source_begin, Tensor target_begin, "
+      "Tensor target_end, float[] fills) -> ()");
+  m.def("shift_segments(Tensor[] tensors, Tensor cu_seqlens, int shift, float[] fills) -> Tensor[]");
   m.def("shift_tokens(Tensor x, Tensor cu_seqlens, int shift, float fill) -> Tensor");
   m.def("position_ids(Tensor cu_seqlens, SymInt total_tokens) -> Tensor");
   m.def("mask_extents(Tensor mask) -> Tensor");
@@ -190,6 +245,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
 template <class Library>
 void register_ops(Library& m) {
   m.impl("copy_segments", TORCH_BOX(&copy_segments));
+  m.impl("copy_segments_into", TORCH_BOX(&copy_segments_into));
+  m.impl("shift_segments", TORCH_BOX(&shift_segments));
   m.impl("shift_tokens", TORCH_BOX(&shift_tokens));
   m.impl("position_ids", TORCH_BOX(&position_ids));
   m.impl("mask_extents", TORCH_BOX(&mask_extents));
