@@ -107,6 +107,46 @@ TEST(CApiCuda, Logprob) {
   expect_refused(areal_logprob_forward_cuda(&input, &device_output, &scratch, nullptr), "other than AREAL_FLOAT64");
 }
 
+TEST(CApiCuda, LogprobOverShards) {
+  const auto logits = wave(3 * 1025, 0.37);
+  const std::vector<int64_t> labels = {7, -100, 1024};
+  auto input = make<areal_logprob_input>();
+  input.rows = 3;
+  input.row_stride = 1025;
+  input.labels = labels.data();
+  input.ignore_index = -100;
+  input.temperature = 0.8;
+  struct alignas(16) Parts {
+    float values[2][3 * 4];
+  } parts;
+  std::vector<uint8_t> workspace(1 << 16);
+  int64_t bad_row = 0;
+  auto scratch = make<areal_logprob_scratch>();
+  scratch.workspace = workspace.data();
+  scratch.workspace_bytes = static_cast<int64_t>(workspace.size());
+  scratch.bad_row = &bad_row;
+  LogprobResult host, device;
+  const auto host_output = host.output(), device_output = device.output();
+  for (const bool on_device : {false, true}) {
+    for (const int64_t rank : {0, 1}) {
+      input.vocab_start = rank * 600;
+      input.vocab = rank == 0 ? 600 : 425;
+      input.logits = logits.data() + input.vocab_start;
+      void* const part = parts.values[rank];
+      expect_ok(on_device ? areal_logprob_partial_cuda(&input, 1025, part, &scratch, nullptr)
+                          : areal_logprob_partial_cpu(&input, 1025, part));
+    }
+    expect_ok(on_device ? areal_logprob_merge_cuda(&input, &parts, 2, &device_output, nullptr)
+                        : areal_logprob_merge_cpu(&input, &parts, 2, &host_output));
+  }
+  EXPECT_EQ(bad_row, 0);
+  expect_close(device.logprobs, host.logprobs);
+  expect_close(device.entropy, host.entropy);
+  expect_close(device.lse, host.lse);
+  expect_refused(areal_logprob_partial_cpu(&input, 1024, &parts), "expected vocab_total >= vocab_start + vocab = 1025");
+  expect_refused(areal_logprob_merge_cpu(&input, &parts, 0, &host_output), "expected ranks >= 1");
+}
+
 TEST(CApiCuda, PolicyLoss) {
   const auto logprobs = wave(kTokens, 0.3), proximal = wave(kTokens, 0.31), advantages = wave(kTokens, 1.1);
   auto args = make<areal_policy_loss_args>();

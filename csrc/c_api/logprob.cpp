@@ -19,6 +19,7 @@ LogprobInput<Real> make_input(const areal_logprob_input& given, Memory memory, c
   input.row_stride = given.row_stride;
   AREAL_CHECK(input.rows <= 1 || input.row_stride >= input.vocab || input.row_stride == 0, op,
               ": expected row_stride >= vocab = ", input.vocab, " (or 0: the same row), got ", input.row_stride);
+  input.vocab_start = checked_count(given.vocab_start, op, "vocab_start");
   input.labels = required(given.labels, input.rows, op, "labels");
   input.ignore_index = given.ignore_index;
   input.temperatures = static_cast<const Real*>(given.temperatures);
@@ -27,6 +28,22 @@ LogprobInput<Real> make_input(const areal_logprob_input& given, Memory memory, c
       input.temperature >= std::numeric_limits<float>::min() && input.temperature <= std::numeric_limits<float>::max(),
       op, ": expected temperature > 0 and finite, got ", input.temperature);
   input.loss_mask = mask_in(memory, given.loss_mask, input.rows, op);
+  return input;
+}
+
+// For the functions over the whole vocabulary.
+template <class Real>
+LogprobInput<Real> whole(const LogprobInput<Real>& input, const char* op) {
+  AREAL_CHECK(input.vocab_start == 0, op, ": expected vocab_start = 0 (a shard goes to areal_logprob_partial), got ",
+              input.vocab_start);
+  return input;
+}
+
+template <class Real>
+LogprobInput<Real> shard(const LogprobInput<Real>& input, int64_t vocab_total, const char* op) {
+  AREAL_CHECK(input.vocab <= vocab_total - input.vocab_start, op,
+              ": expected vocab_total >= vocab_start + vocab = ", input.vocab_start + input.vocab, ", got ",
+              vocab_total);
   return input;
 }
 
@@ -55,6 +72,32 @@ LogprobGradient<Real> make_gradient(const areal_logprob_gradient& given, const L
   return gradient;
 }
 
+// parts of `shares` ranks, aligned to what a row takes.
+template <class Real, class Pointer>
+auto make_parts(Pointer* parts, int64_t rows, int64_t shares, const char* op) {
+  using Part = std::conditional_t<std::is_const_v<Pointer>, const LogprobPart<Real>, LogprobPart<Real>>;
+  AREAL_CHECK(shares >= 1, op, ": expected ranks >= 1, got ", shares);
+  required(parts, rows, op, "parts");
+  AREAL_CHECK(reinterpret_cast<uintptr_t>(parts) % alignof(Part) == 0, op, ": expected parts aligned to ",
+              alignof(Part), " bytes, got ", static_cast<const void*>(parts));
+  return static_cast<Part*>(parts);
+}
+
+// Calls fn(float{}) or fn(double{}) with the type of the arrays that go with logits of this dtype.
+template <class Fn>
+void with_row_real(int64_t dtype, const Fn& fn) {
+  dtype == AREAL_FLOAT64 ? fn(double{}) : fn(float{});
+}
+
+LogprobCudaScratch make_scratch(const areal_logprob_scratch* given, const LogprobInput<float>& input, const char* op) {
+  const auto scratch = read_struct(given, op, "scratch");
+  const int64_t bytes = logprob_workspace_bytes(input);
+  AREAL_CHECK(scratch.workspace_bytes >= bytes, op, ": expected scratch.workspace_bytes >= ", bytes, ", got ",
+              scratch.workspace_bytes);
+  return {.workspace = required(scratch.workspace, bytes, op, "scratch.workspace"),
+          .bad_row = required(scratch.bad_row, input.rows, op, "scratch.bad_row")};
+}
+
 LogprobInput<float> make_device_input(const areal_logprob_input* given, const char* op) {
   const areal_logprob_input input = read_struct(given, op, "input");
   AREAL_CHECK(input.dtype != AREAL_FLOAT64, op, ": expected dtype other than AREAL_FLOAT64 on CUDA, got it");
@@ -71,10 +114,10 @@ areal_status areal_logprob_forward_cpu(const areal_logprob_input* input, const a
   return guarded([&] {
     const auto in = read_struct(input, op, "input");
     const auto out = read_struct(output, op, "output");
-    const auto run = [&]<class Real>(Real) {
-      areal::logprob_forward_cpu(make_input<Real>(in, Memory::kHost, op), make_output<Real>(out, in.rows, op));
-    };
-    in.dtype == AREAL_FLOAT64 ? run(double{}) : run(float{});
+    with_row_real(in.dtype, [&]<class Real>(Real) {
+      areal::logprob_forward_cpu(whole(make_input<Real>(in, Memory::kHost, op), op),
+                                 make_output<Real>(out, in.rows, op));
+    });
   });
 }
 
@@ -83,11 +126,10 @@ areal_status areal_logprob_backward_cpu(const areal_logprob_input* input, const 
   return guarded([&] {
     const auto in = read_struct(input, op, "input");
     const auto grad = read_struct(gradient, op, "gradient");
-    const auto run = [&]<class Real>(Real) {
+    with_row_real(in.dtype, [&]<class Real>(Real) {
       const auto native = make_input<Real>(in, Memory::kHost, op);
       areal::logprob_backward_cpu(native, make_gradient(grad, native, op));
-    };
-    in.dtype == AREAL_FLOAT64 ? run(double{}) : run(float{});
+    });
   });
 }
 
@@ -102,15 +144,9 @@ areal_status areal_logprob_forward_cuda(const areal_logprob_input* input, const 
   constexpr const char* op = "areal_logprob_forward_cuda";
   return guarded_cuda(
       [&] {
-        const auto in = make_device_input(input, op);
+        const auto in = whole(make_device_input(input, op), op);
         const auto out = make_output<float>(read_struct(output, op, "output"), in.rows, op);
-        const auto given = read_struct(scratch, op, "scratch");
-        const int64_t bytes = areal::logprob_workspace_bytes(in);
-        AREAL_CHECK(given.workspace_bytes >= bytes, op, ": expected scratch.workspace_bytes >= ", bytes, ", got ",
-                    given.workspace_bytes);
-        const areal::LogprobCudaScratch native{required(given.workspace, bytes, op, "scratch.workspace"),
-                                               required(given.bad_row, in.rows, op, "scratch.bad_row")};
-        areal::logprob_forward_cuda(in, out, native, stream);
+        areal::logprob_forward_cuda(in, out, make_scratch(scratch, in, op), stream);
       },
       op);
 }
@@ -122,6 +158,54 @@ areal_status areal_logprob_backward_cuda(const areal_logprob_input* input, const
       [&] {
         const auto in = make_device_input(input, op);
         areal::logprob_backward_cuda(in, make_gradient(read_struct(gradient, op, "gradient"), in, op), stream);
+      },
+      op);
+}
+
+areal_status areal_logprob_partial_cpu(const areal_logprob_input* input, int64_t vocab_total, void* parts) {
+  constexpr const char* op = "areal_logprob_partial_cpu";
+  return guarded([&] {
+    const auto in = read_struct(input, op, "input");
+    with_row_real(in.dtype, [&]<class Real>(Real) {
+      areal::logprob_partial_cpu(shard(make_input<Real>(in, Memory::kHost, op), vocab_total, op), vocab_total,
+                                 make_parts<Real>(parts, in.rows, 1, op));
+    });
+  });
+}
+
+areal_status areal_logprob_merge_cpu(const areal_logprob_input* input, const void* parts, int64_t ranks,
+                                     const areal_logprob_output* output) {
+  constexpr const char* op = "areal_logprob_merge_cpu";
+  return guarded([&] {
+    const auto in = read_struct(input, op, "input");
+    const auto out = read_struct(output, op, "output");
+    with_row_real(in.dtype, [&]<class Real>(Real) {
+      areal::logprob_merge_cpu(make_input<Real>(in, Memory::kHost, op), make_parts<Real>(parts, in.rows, ranks, op),
+                               ranks, make_output<Real>(out, in.rows, op));
+    });
+  });
+}
+
+areal_status areal_logprob_partial_cuda(const areal_logprob_input* input, int64_t vocab_total, void* parts,
+                                        const areal_logprob_scratch* scratch, void* stream) {
+  constexpr const char* op = "areal_logprob_partial_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto in = shard(make_device_input(input, op), vocab_total, op);
+        areal::logprob_partial_cuda(in, vocab_total, make_parts<float>(parts, in.rows, 1, op),
+                                    make_scratch(scratch, in, op), stream);
+      },
+      op);
+}
+
+areal_status areal_logprob_merge_cuda(const areal_logprob_input* input, const void* parts, int64_t ranks,
+                                      const areal_logprob_output* output, void* stream) {
+  constexpr const char* op = "areal_logprob_merge_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto in = make_device_input(input, op);
+        const auto out = make_output<float>(read_struct(output, op, "output"), in.rows, op);
+        areal::logprob_merge_cuda(in, make_parts<float>(parts, in.rows, ranks, op), ranks, out, stream);
       },
       op);
 }

@@ -14,8 +14,9 @@ typedef struct areal_logprob_input {
   const void* logits; /* [rows, vocab], element stride 1 */
   int64_t row_stride; /* elements */
   int64_t rows;
-  int64_t vocab;
-  const int64_t* labels;    /* [rows] */
+  int64_t vocab;            /* of the shard where the vocabulary is split */
+  int64_t vocab_start;      /* the whole vocabulary's index of column 0 */
+  const int64_t* labels;    /* [rows], indices of the whole vocabulary */
   int64_t ignore_index;     /* the label of rows that count as masked */
   double temperature;       /* > 0; read where temperatures is NULL */
   const void* temperatures; /* real [rows] or NULL */
@@ -60,6 +61,17 @@ AREAL_API areal_status areal_logprob_forward_cuda(const areal_logprob_input* inp
                                                   const areal_logprob_scratch* scratch, void* stream);
 AREAL_API areal_status areal_logprob_backward_cuda(const areal_logprob_input* input,
                                                    const areal_logprob_gradient* gradient, void* stream);
+
+/* Vocab-parallel: a rank holds the columns [vocab_start, vocab_start + vocab) of every row. *_partial sums them up in
+ * parts, real [rows, 4] aligned to 4 elements; an all-gather makes [ranks, rows, 4] of them; *_merge adds them in rank
+ * order, to the same bits on every rank. The backward above, given that output, is local. */
+AREAL_API areal_status areal_logprob_partial_cpu(const areal_logprob_input* input, int64_t vocab_total, void* parts);
+AREAL_API areal_status areal_logprob_merge_cpu(const areal_logprob_input* input, const void* parts, int64_t ranks,
+                                               const areal_logprob_output* output);
+AREAL_API areal_status areal_logprob_partial_cuda(const areal_logprob_input* input, int64_t vocab_total, void* parts,
+                                                  const areal_logprob_scratch* scratch, void* stream);
+AREAL_API areal_status areal_logprob_merge_cuda(const areal_logprob_input* input, const void* parts, int64_t ranks,
+                                                const areal_logprob_output* output, void* stream);
 
 #ifdef __cplusplus
 }

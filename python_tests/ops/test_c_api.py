@@ -88,6 +88,37 @@ def test_logprob(device: torch.device, dtype: torch.dtype, per_row: bool) -> Non
     assert_same_bits(gradient, native.logprob_backward.default(upstream, None, None, logits, *options, *saved.values()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_logprob_over_two_shards(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 logits are for the CPU")
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    logits = torch.randn(5, 40, device=device).to(dtype)
+    labels = torch.tensor([3, 0, -7, 36, 25], device=device)
+    parts = torch.full((2, 5, 4), 7.0, dtype=real, device=device)
+    bad_row, workspace = torch.zeros(1, dtype=torch.int64, device=device), torch.empty(1 << 16, device=device)
+    scratch = make("areal_logprob_scratch", workspace=workspace, workspace_bytes=4 << 16, bad_row=bad_row)
+    given: dict[str, Any] = {"dtype": dtype, "row_stride": 40, "rows": 5, "labels": labels, "ignore_index": -7}
+    shards = [(0, 25), (25, 15)]
+    sources = [make("areal_logprob_input", temperature=0.7, vocab_start=b, vocab=n, **given) for b, n in shards]
+    for (begin, size), source, part in zip(shards, sources, parts, strict=True):
+        columns = logits[:, begin : begin + size]
+        source.logits = columns.data_ptr()
+        call_on(device, "logprob_partial", source, 40, part, *([scratch] if device.type == "cuda" else []))
+        want = native.logprob_partial.default(columns, labels, None, 0.7, None, -7, begin, 40)
+        assert_same_bits(part, want)
+    results = {
+        n: torch.full((5,), 7.0, dtype=real, device=device)
+        for n in ("logprobs", "entropy", "lse", "row_max", "log_sum")
+    }
+    call_on(device, "logprob_merge", sources[1], parts, 2, make("areal_logprob_output", **results))
+    expected = native.logprob_merge.default(logits[:, 25:], parts, labels, None, 0.7, None, -7, 25, False)
+    for got, want in zip(results.values(), expected, strict=True):
+        assert_same_bits(got, want)
+    with pytest.raises(StatusError, match="expected vocab_start = 0"):
+        call_on(device, "logprob_forward", sources[1], make("areal_logprob_output", **results))
+
+
 @reals
 @pytest.mark.parametrize("full", [False, True])
 def test_policy_loss(device: torch.device, dtype: torch.dtype, full: bool) -> None:

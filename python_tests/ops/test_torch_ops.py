@@ -24,9 +24,21 @@ def layer_calls() -> list[tuple[str, Any, tuple[Any, ...]]]:
     return [("decoder", func, args) for func, args in recorded.calls]
 
 
+def vocab_parallel_calls() -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """What logprob_from_logits calls where ranks share the vocabulary, which takes processes to sample."""
+    logits = torch.randn(5, 9, requires_grad=True)
+    rows = (torch.tensor([0, 11, 3, -1, 8]), None, 0.7, None, -1)
+    native = torch.ops.areal_core
+    with NativeCalls() as recorded:
+        with torch.no_grad():
+            part = native.logprob_partial.default(logits, *rows, 3, 12)
+        native.logprob_merge.default(logits, part[None], *rows, 3, False)[0].sum().backward()
+    return [("vocab_parallel", func, args) for func, args in recorded.calls]
+
+
 CALLS = {
     f"{func.name().removeprefix('areal_core::')}-{sample}-{i}": (func, args)
-    for i, (sample, func, args) in enumerate([*native_calls(SAMPLES), *layer_calls()])
+    for i, (sample, func, args) in enumerate([*native_calls(SAMPLES), *vocab_parallel_calls(), *layer_calls()])
 }
 
 
