@@ -106,17 +106,24 @@ def scan(size: int) -> Arguments:
     return {**per_token(size, "rewards", "values"), "cu_seqlens": cu_seqlens(size), "gamma": 0.9, "lam": 0.8}
 
 
-def advantages(name: str, *, kl: bool = False, **options: Any) -> Callable[[int], Arguments]:
+def advantages(name: str, *inputs: str, **options: Any) -> Callable[[int], Arguments]:
+    """`inputs` names what the estimator takes besides rewards: "kl", "group_ids", "values", "greedy_rewards"."""
+
     def make(size: int) -> Arguments:
         given = {
             "name": name,
             "rewards": torch.tensor([1.0, 0.0, 0.5, 2.0]),
             "cu_seqlens": cu_seqlens(size),
-            "group_ids": torch.tensor([4, 1, 4, 4]),
             "loss_mask": loss_mask(size),
             **options,
         }
-        return given | ({**per_token(size, "logprobs", "ref_logprobs"), "beta": 0.1} if kl else {})
+        optional = {
+            "kl": {**per_token(size, "logprobs", "ref_logprobs"), "beta": 0.1},
+            "group_ids": {"group_ids": torch.tensor([4, 1, 4, 4])},
+            "values": per_token(size, "values"),
+            "greedy_rewards": {"greedy_rewards": torch.tensor([0.5, 0.5, 0.0, 1.0])},
+        }
+        return given | {key: value for name in inputs for key, value in optional[name].items()}
 
     return make
 
@@ -161,9 +168,17 @@ SAMPLES = [
     Sample("ppo_loss", "all_options", full_ppo_batch, ("logprobs", "entropy")),
     Sample("gae", "", scan),
     Sample("gae", "masked", lambda n: {**scan(n), "loss_mask": loss_mask(n)}),
-    Sample("compute_advantages", "dr_grpo", advantages("dr_grpo")),
-    Sample("compute_advantages", "grpo_r1", advantages("grpo_r1", kl=True, std_level="batch")),
-    Sample("compute_advantages", "rloo", advantages("rloo", kl=True)),
+    Sample("discounted_returns", "", lambda n: {**per_token(n, "rewards"), "cu_seqlens": cu_seqlens(n), "gamma": 0.9}),
+    Sample("masked_moments", "", lambda n: {**per_token(n, "numbers"), "loss_mask": loss_mask(n)}),
+    Sample("whiten", "", lambda n: {**per_token(n, "numbers"), "loss_mask": loss_mask(n)}),
+    Sample("compute_advantages", "dr_grpo", advantages("dr_grpo", "group_ids")),
+    Sample("compute_advantages", "grpo_original", advantages("grpo_original", "group_ids", "kl")),
+    Sample("compute_advantages", "grpo_batch", advantages("grpo_r1", "group_ids", "kl", std_level="batch")),
+    Sample("compute_advantages", "rloo", advantages("rloo", "group_ids", "kl")),
+    Sample("compute_advantages", "reinforce_pp", advantages("reinforce_pp", "kl", gamma=0.9)),
+    Sample("compute_advantages", "remax", advantages("remax", "greedy_rewards", "kl")),
+    Sample("compute_advantages", "ppo", advantages("ppo", "values", "kl", lam=0.9)),
+    Sample("compute_advantages", "gpg", advantages("gpg", "group_ids")),
     Sample(
         "next_token_labels",
         "",
