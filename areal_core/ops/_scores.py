@@ -191,6 +191,8 @@ def _divisors(estimator: Estimator, batch: Batch) -> Tensor | None:
 
 
 def _group_scores(estimator: Estimator, batch: Batch, rewards: Tensor) -> Tensor:
+    if estimator.k > 0:
+        return _best_of_scores(estimator, batch, rewards)
     lengths = _live_tokens(batch) if estimator.length_weighted else None
     scores, _, has_signal = _grouped(estimator, batch, rewards, lengths)
     if estimator.rescale_by_signal:
@@ -200,6 +202,25 @@ def _group_scores(estimator: Estimator, batch: Batch, rewards: Tensor) -> Tensor
 
             dist.all_reduce(counts, dist.ReduceOp.SUM, batch.process_group)
         scores = scores * (counts[0] / counts[1].clamp(min=1))
+    return scores
+
+
+def _best_of_scores(estimator: Estimator, batch: Batch, rewards: Tensor) -> Tensor:
+    assert batch.group_ids is not None
+    ids = as_int64(batch.group_ids, _OP, "group_ids")
+    by_reward = torch.sort(rewards, stable=True).indices  # NaN last
+    sorted_ids, order = torch.sort(ids[by_reward], stable=True)
+    scores: Tensor = call(
+        _ops.best_of_scores.default,
+        rewards.contiguous(),
+        sorted_ids,
+        by_reward[order],
+        estimator.k,
+        estimator.std_level == "group",
+        estimator.eps,
+        estimator.eps_in_root,
+        estimator.singleton == "raw",
+    )
     return scores
 
 
@@ -240,6 +261,10 @@ def _group_scores_fake(rewards: Tensor, lengths: Tensor | None, *_: Any) -> tupl
     return scores, mean_lengths, torch.empty_like(rewards, dtype=torch.bool)
 
 
+def _best_of_scores_fake(rewards: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(rewards, dtype=torch.float64)
+
+
 def _spread_scores_fake(scores: Tensor, divisors: Any, cu_seqlens: Tensor, tokens: int, *args: Any) -> Tensor:
     return scores.new_empty(tokens, dtype=torch.float64 if args[-1] else torch.float32)
 
@@ -261,6 +286,7 @@ def _live_tokens_fake(cu_seqlens: Tensor, *_: Any) -> Tensor:
 
 
 torch.library.register_fake("areal_core::group_scores", _group_scores_fake)
+torch.library.register_fake("areal_core::best_of_scores", _best_of_scores_fake)
 torch.library.register_fake("areal_core::spread_scores", _spread_scores_fake)
 torch.library.register_fake("areal_core::token_rewards", _token_rewards_fake)
 torch.library.register_fake("areal_core::sequence_rewards", _sequence_rewards_fake)

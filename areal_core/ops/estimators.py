@@ -49,6 +49,8 @@ class Estimator:
         greedy_baseline: the baseline is the reward of the greedy response.
         divide_by_mean: scale is mean + eps.
         per_reward: rewards are [S, R]; each of the R is scored by itself, and the scores are added up.
+        k: compare not rewards but the best of k that a sequence is part of with the best of any k of its group (with
+            mean_level "group"; std_level: of that best). 0: off.
         rescale_by_signal: scores are multiplied by sequences / sequences in groups whose rewards differ.
         critic: GAE against values, with the score as the terminal reward.
         discounted: gamma applies (and lam with a critic); without, they are 1.
@@ -69,6 +71,7 @@ class Estimator:
     greedy_baseline: bool = False
     divide_by_mean: bool = False
     per_reward: bool = False
+    k: int = 0
     rescale_by_signal: bool = False
     critic: bool = False
     discounted: bool = False
@@ -87,7 +90,10 @@ class Estimator:
                 raise ValueError(f"Estimator: expected {field} in {choices}, got {getattr(self, field)!r}")
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"Estimator: expected eps >= 0 and finite, got {self.eps}")
+        if self.k < 0 or int(self.k) != self.k:
+            raise ValueError(f"Estimator: expected k >= 0, got {self.k!r}")
         grouped_mean = self.mean_level == "group"
+        plain = not (self.leave_one_out or self.leave_one_out_std or self.length_weighted or self.divide_by_mean)
         for field, is_wrong, wanted in (
             ("leave_one_out", self.leave_one_out and self.mean_level == "none", "a mean_level"),
             ("leave_one_out_std", self.leave_one_out_std and self.std_level != "group", "std_level = 'group'"),
@@ -95,6 +101,8 @@ class Estimator:
             ("length_weighted", self.length_weighted and self.leave_one_out, "no leave_one_out"),
             ("divide_by_mean", self.divide_by_mean and self.mean_level == "none", "a mean_level"),
             ("divide_by_mean", self.divide_by_mean and self.std_level != "none", "no std_level"),
+            ("k", self.k > 0 and not (grouped_mean and plain), "mean_level = 'group' and its plain mean"),
+            ("k", self.k > 0 and self.std_level == "batch", "std_level 'group' or 'none'"),
             ("critic", self.critic and self.kl not in ("none", "to_go"), "kl 'none' or 'to_go'"),
             ("discounted", self.discounted and not self.is_scan, "a critic or kl = 'to_go'"),
             ("length_norm", self.length_norm != "none" and self.is_scan, "neither critic nor kl = 'to_go'"),
@@ -123,6 +131,7 @@ _ESTIMATORS = {
     "maxrl": Estimator(mean_level="group", divide_by_mean=True),
     "opo": Estimator(mean_level="group", length_weighted=True),
     "orz": Estimator(critic=True),
+    "pass_at_k": Estimator(mean_level="group", std_level="group", k=4, eps=0.0),
     "ppo": Estimator(critic=True, kl="to_go", discounted=True),
     "reinforce": Estimator(kl="sequence"),
     "reinforce_kl": Estimator(kl="to_go", discounted=True),
@@ -190,6 +199,7 @@ def compute_advantages(
     gpg                   (r - mean) times sequences / sequences in groups whose rewards differ
     gdpo                  sum over the R rewards of (r - mean) / (std + eps)
     maxrl                 (r - mean) / (mean + eps)
+    pass_at_k             (E[best of k with this one] - E[best of k]) / std[best of k], over the k-subsets of the group
     ===================== =======================================================================================
 
     With gamma < 1 (reinforce_kl, reinforce_pp, reinforce_pp_baseline, remax, ppo) rewards to come are discounted by
@@ -216,15 +226,16 @@ def compute_advantages(
         group: torch.distributed process group whose ranks hold the parts of the batch; each must call. Covers what is
             taken over the batch: whitening, "batch" levels, gpg. A group's sequences must be on one rank.
         options: replace a part of the estimator: mean_level, std_level, leave_one_out, leave_one_out_std, length_norm,
-            kl_estimator, whiten, ddof, eps, eps_in_root, singleton (see Estimator).
+            k, kl_estimator, whiten, ddof, eps, eps_in_root, singleton (see Estimator).
 
     Returns:
         Tensor [T] (or [S, L]), float32, or float64 for float64 rewards.
 
     Masked tokens get 0 and are never read. A NaN reward is a failed sample: left out of all statistics, its advantages
-    0 (so is a sequence whose KL is NaN where the KL is part of the reward). A group of equal rewards gives exactly 0;
-    a group of one gives 0, or its reward with singleton="raw". An infinite reward makes its group infinite. Statistics
-    are float64; bitwise the same for any order of the sequences, any number of threads and any split over ranks.
+    0 (so is a sequence whose KL is NaN where the KL is part of the reward). A group of equal rewards gives exactly 0; a
+    group of one gives 0, or its reward with singleton="raw"; pass_at_k gives 0 to groups of fewer than k. An infinite
+    reward makes its group infinite. Statistics are float64; bitwise the same for any order of the sequences, any number
+    of threads and any split over ranks.
 
     Raises:
         ValueError: unknown name or option, an option or input that the estimator would ignore, a missing input, wrong
@@ -233,7 +244,7 @@ def compute_advantages(
 
     Source: REINFORCE++, arXiv 2501.03262; RLOO, 2402.14740; ReMax, 2310.10505; GAE, 1506.02438; Open-Reasoner-Zero,
     2503.24290; GRPO, 2402.03300 and 2501.12948; DAPO, 2503.14476; Dr.GRPO, 2503.20783; OPO, 2505.23585; GPG,
-    2504.02546; GDPO, 2601.05242.
+    2504.02546; GDPO, 2601.05242; pass@k, 2508.10751.
     """
     estimator = _resolve(name, options)
     label = name if isinstance(name, str) else "this estimator"
@@ -282,6 +293,7 @@ _OPTIONS = (
     "ddof",
     "eps",
     "eps_in_root",
+    "k",
     "kl_estimator",
     "leave_one_out",
     "leave_one_out_std",
@@ -304,9 +316,10 @@ def _resolve(name: str | Estimator, options: dict[str, Any]) -> Estimator:
     has_mean, has_std = parts["mean_level"] != "none", parts["std_level"] != "none"
     has_eps = has_std or parts["whiten"]
     uses = {
-        "ddof": has_eps,
+        "ddof": (has_std and not parts["k"]) or parts["whiten"],
         "eps_in_root": has_eps,
         "eps": has_eps or declared.divide_by_mean,
+        "k": declared.k > 0,
         "leave_one_out": has_mean,
         "leave_one_out_std": has_std,
         "singleton": has_mean or has_std,

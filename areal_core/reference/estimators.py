@@ -109,6 +109,18 @@ def opo(s: Sequence) -> float:
     return s.reward - math.fsum(x.length * x.reward for x in s.group) / tokens
 
 
+def pass_at_k(s: Sequence, k: int) -> float:
+    """From the definition: all subsets of k are drawn."""
+    if len(s.group) < k or s.has_equals():
+        return 0.0
+    subsets = list(itertools.combinations(s.group, k))
+    best = [max(x.reward for x in subset) for subset in subsets]
+    with_me = [b for b, subset in zip(best, subsets, strict=True) if any(x is s for x in subset)]
+    if len(set(best)) == 1:
+        return 0.0
+    return (mean(with_me) - mean(best)) / math.sqrt(mean([(b - mean(best)) ** 2 for b in best]))
+
+
 def normalised(batch: list[list[float]]) -> list[list[float]]:
     """(A - mean) / sqrt(var + 1e-8) over all tokens."""
     tokens = [a for advantages in batch for a in advantages]
@@ -141,6 +153,7 @@ def advantages_of(name: str, batch: list[Sequence], beta: float, gamma: float, l
         "opo": lambda: each(lambda s, t: opo(s)),
         "gpg": lambda: each(lambda s, t: centred(s) * len(batch) / max(signal, 1)),
         "maxrl": lambda: each(lambda s, t: maxrl(s)),
+        "pass_at_k": lambda: each(lambda s, t: pass_at_k(s, 4)),
     }
     return table[name]()
 

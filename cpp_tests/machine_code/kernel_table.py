@@ -23,6 +23,7 @@ class KernelRow:
 
 KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::batch_statistics_kernel", registers=96, shared_bytes=0),
+    KernelRow(r"::best_of_scores_kernel", registers=96, shared_bytes=0),
     KernelRow(r"::copy_segments_kernel<uint4>", registers=48, wide_loads=4, wide_stores=4, shared_bytes=10 * 1024),
     KernelRow(r"::copy_segments_kernel<unsigned \w+>", registers=32, shared_bytes=10 * 1024),
     KernelRow(r"::gae_kernel<[18], float>", registers=64, shared_bytes=2048),

@@ -22,6 +22,7 @@ TABLE = [
     "maxrl",
     "opo",
     "orz",
+    "pass_at_k",
     "ppo",
     "reinforce",
     "reinforce_kl",
@@ -87,6 +88,40 @@ def test_matches_the_table(name: str, beta: float, dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     bound = 5e-6 if dtype == torch.float32 else 1e-12
     assert_near(out, reference.compute_advantages(name, **batch, beta=beta, **options), absolute=bound, relative=bound)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize("kind", ["binary", "real", "ties", "offset"])
+def test_pass_at_k_is_the_mean_over_all_subsets(k: int, kind: str) -> None:
+    rewards = torch.rand(6, dtype=torch.float64)
+    rewards = {
+        "binary": (rewards < 0.5).double(),
+        "real": rewards,
+        "ties": torch.tensor([0.5, 0.1, 0.5, 0.9, 0.1, 0.9]).double(),
+        "offset": rewards + 1e6,
+    }[kind]
+    group = [reference.Sequence(r, 0.0, [], [], [], []) for r in rewards.tolist()]
+    for s in group:
+        s.group.extend(group)
+    truth = torch.tensor([reference.pass_at_k(s, k) for s in group], dtype=torch.float64)
+    one_token = {"rewards": rewards, "group_ids": torch.zeros(6).long(), "cu_seqlens": torch.arange(7)}
+    out = ops.compute_advantages("pass_at_k", k=k, **one_token)
+    assert_near(out, truth, absolute=1e-7 if kind == "offset" else 1e-13, relative=0)  # the truth rounds
+
+
+def test_pass_at_k_of_binary_rewards_is_the_paper_s_closed_form() -> None:
+    n, right, k = 8, 2, 3
+    solved = 1 - math.comb(n - right, k) / math.comb(n, k)
+    std = math.sqrt(solved * (1 - solved))
+    wrong = 1 - solved - math.comb(n - right - 1, k - 1) / math.comb(n - 1, k - 1)
+    out = ops.compute_advantages(
+        "pass_at_k",
+        k=k,
+        rewards=torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]),
+        group_ids=torch.zeros(8).long(),
+        cu_seqlens=torch.arange(9),
+    )
+    assert out.tolist() == pytest.approx([(1 - solved) / std] * right + [wrong / std] * (n - right), rel=1e-6)
 
 
 def test_orz_is_ppo_without_discount_and_kl() -> None:

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/launch.cuh"
+#include "ops/advantages/best_of_kernels.cuh"
 #include "ops/advantages/gae_kernels.cuh"
 #include "ops/advantages/group_kernels.cuh"
 #include "ops/advantages/moments_kernels.cuh"
@@ -61,6 +62,14 @@ void batch_statistics(const GroupArgs<Real>& args, BatchStatistics* out, void* s
 }
 
 template <class Real>
+void best_of_scores(const BestOfArgs<Real>& args, void* stream) {
+  if (args.count == 0) return;
+  const int64_t blocks = (args.count + kBestOfThreads - 1) / kBestOfThreads;
+  AREAL_LAUNCH(best_of_scores_kernel<Real>, dim3(static_cast<unsigned>(blocks)), dim3(kBestOfThreads), 0,
+               static_cast<cudaStream_t>(stream), args);
+}
+
+template <class Real>
 void token_rewards(const TokenRewards<Real>& rewards, int64_t tokens, Real* out, void* stream) {
   if (tokens == 0) return;
   AREAL_LAUNCH(token_rewards_kernel<Real>, grid_over(tokens, kTokenThreads), dim3(kTokenThreads), 0,
@@ -100,6 +109,8 @@ void normalize(const MomentArgs<Real>& args, const double* mean, const double* s
                static_cast<cudaStream_t>(stream), args, mean, scale, out);
 }
 
+template void best_of_scores(const BestOfArgs<float>&, void*);
+template void best_of_scores(const BestOfArgs<double>&, void*);
 template void batch_statistics(const GroupArgs<float>&, BatchStatistics*, void*);
 template void batch_statistics(const GroupArgs<double>&, BatchStatistics*, void*);
 template void token_rewards(const TokenRewards<float>&, int64_t, float*, void*);

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "bind/torch_tensor.h"
+#include "ops/advantages/best_of.h"
 #include "ops/advantages/gae.h"
 #include "ops/advantages/group.h"
 #include "ops/advantages/spread.h"
@@ -110,6 +111,27 @@ std::tuple<Tensor, Tensor, Tensor> group_scores(const Tensor& rewards, const Opt
     on_device(
         rewards, [&] { advantages::group_scores_cpu(args); }, [&](void* stream) { cuda::group_scores(args, stream); });
     return out;
+  });
+}
+
+Tensor best_of_scores(const Tensor& rewards, const Tensor& sorted_ids, const Tensor& order, int64_t k,
+                      bool divide_by_std, double eps, bool eps_in_root, bool singleton_raw) {
+  constexpr const char* op = "best_of_scores";
+  AREAL_CHECK(k >= 1, op, ": expected k >= 1, got ", k);
+  AREAL_CHECK(eps >= 0, op, ": expected eps >= 0, got ", eps);
+  return with_real(rewards, op, "rewards", [&]<class Real>(Real) {
+    const int64_t count = rewards.numel();
+    const Tensor scores = empty({count}, ScalarType::Double, rewards);
+    const advantages::BestOfArgs<Real> args{{k, divide_by_std, eps, eps_in_root, singleton_raw},
+                                            count,
+                                            vector_data<const Real>(rewards, count, rewards, op, "rewards"),
+                                            vector_data<const int64_t>(sorted_ids, count, rewards, op, "sorted_ids"),
+                                            vector_data<const int64_t>(order, count, rewards, op, "order"),
+                                            static_cast<double*>(scores.mutable_data_ptr())};
+    on_device(
+        rewards, [&] { advantages::best_of_scores_cpu(args); },
+        [&](void* stream) { cuda::best_of_scores(args, stream); });
+    return scores;
   });
 }
 
@@ -221,6 +243,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
       "int ddof, float eps, bool eps_in_root, bool singleton_raw) "
       "-> (Tensor scores, Tensor mean_lengths, Tensor has_signal)");
   m.def(
+      "best_of_scores(Tensor rewards, Tensor sorted_ids, Tensor order, int k, bool divide_by_std, float eps, "
+      "bool eps_in_root, bool singleton_raw) -> Tensor");
+  m.def(
       "spread_scores(Tensor scores, Tensor? divisors, Tensor cu_seqlens, SymInt tokens, Tensor? loss_mask, Tensor? "
       "logprobs, "
       "Tensor? ref_logprobs, float beta, bool float64) -> Tensor");
@@ -238,6 +263,7 @@ void register_ops(Library& m) {
   m.impl("gae", TORCH_BOX(&gae));
   m.impl("discounted_returns", TORCH_BOX(&discounted_returns));
   m.impl("group_scores", TORCH_BOX(&group_scores));
+  m.impl("best_of_scores", TORCH_BOX(&best_of_scores));
   m.impl("spread_scores", TORCH_BOX(&spread_scores));
   m.impl("token_rewards", TORCH_BOX(&token_rewards));
   m.impl("sequence_rewards", TORCH_BOX(&sequence_rewards));
