@@ -8,7 +8,7 @@ from areal_core.ops.alignment import next_token_labels, position_ids, to_predict
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.context_parallel import zigzag_merge, zigzag_split
 from areal_core.ops.estimators import Estimator, compute_advantages, estimators, register_estimator
-from areal_core.ops.lm_head import linear_logprob
+from areal_core.ops.lm_head import FusedPPOLossOutput, linear_logprob, linear_ppo_loss
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
 from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOLossSummary, ppo_loss
 from areal_core.ops.moments import Moments, masked_moments, whiten
@@ -29,6 +29,7 @@ from areal_core.ops.rewards import (
 __all__ = [
     "AdaptiveKL",
     "Estimator",
+    "FusedPPOLossOutput",
     "GAEOutput",
     "GroupFilter",
     "LogprobOutput",
@@ -48,6 +49,7 @@ __all__ = [
     "gae",
     "kl_penalty",
     "linear_logprob",
+    "linear_ppo_loss",
     "logprob_from_logits",
     "masked_moments",
     "merge_microbatches",

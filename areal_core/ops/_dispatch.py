@@ -44,6 +44,9 @@ def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
 
 
 def _name(op: Any) -> str:
+    """Of a native op, or of the apply of an autograd function that states it."""
+    if hasattr(op, "__self__"):
+        return str(op.__self__.op_name)
     return str(op).removeprefix("areal_core.").removesuffix(".default")
 
 

@@ -192,12 +192,29 @@ class LinearGradients:
         return self._hidden[: len(self._linear.hidden)], weight.to(weight_dtype), self._bias.to(weight_dtype)
 
 
+class RowOutputs:
+    """Per-row results, filled chunk by chunk."""
+
+    def __init__(self, live: Tensor, dtype: torch.dtype) -> None:
+        """Masked rows are 0. Live rows that get no place stay NaN."""
+        # A column more, for the spare places of a chunk to write to.
+        self._values = torch.zeros(5, len(live) + 1, dtype=dtype, device=live.device)
+        self._values[:, :-1].masked_fill_(live, torch.nan)
+
+    def put(self, index: Tensor, values: Sequence[Tensor]) -> None:
+        """Keep what statistics() gave for a chunk."""
+        self._values.index_copy_(1, index, torch.stack(tuple(values)))
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Give (logprobs, entropy, lse, row_max, log_sum), [T]."""
+        return tuple(x[:-1].clone() for x in self._values)
+
+
 class ChunkRows:
     """The rows of one chunk as the kernels of logprob take them."""
 
     def __init__(self, index: Tensor, rows: Rows) -> None:
         """Spare places count as masked."""
-        self._index = index
         labels = take(rows.labels, index)
         if not counts_rows(index.device):
             labels.masked_fill_(index == len(rows.labels), rows.ignore_index)
@@ -210,8 +227,7 @@ class ChunkRows:
         return outputs
 
     def to_gradient_(self, logits: Tensor, upstream: Sequence[Tensor | None], statistics: Sequence[Tensor]) -> None:
-        """Overwrite logits with their gradient, given upstream gradients and statistics of all T rows."""
-        logprobs, entropy, row_max, log_sum = (take(x, self._index) for x in statistics)
-        grads = [None if x is None else take(x, self._index) for x in upstream]
+        """Overwrite logits with their gradient, given upstream gradients and what statistics() gave."""
+        logprobs, entropy, _lse, row_max, log_sum = statistics
         saved = (logprobs, entropy, row_max, log_sum)
-        _native.logprob_backward_.default(*grads, logits, *self._arguments, *saved)
+        _native.logprob_backward_.default(*upstream, logits, *self._arguments, *saved)

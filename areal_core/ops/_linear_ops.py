@@ -11,20 +11,22 @@ from areal_core.ops._linear_chunks import (
     ChunkedLinear,
     ChunkRows,
     LinearGradients,
+    RowOutputs,
     Rows,
     live_indices,
     row_dtype,
     split,
+    take,
 )
 
-_ROWS = "Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index"
-_LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType operand_dtype"
+ROWS = "Tensor labels, Tensor? temperatures, float temperature, Tensor? loss_mask, int ignore_index"
+LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType operand_dtype"
 
 
 @torch.library.custom_op(
     "areal_core::linear_logprob",
     mutates_args=(),
-    schema=f"({_LINEAR}, {_ROWS}, int? chunk_tokens, int? live_tokens, Tensor? main_grad) "
+    schema=f"({LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, Tensor? main_grad) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_logprob(
@@ -46,13 +48,10 @@ def linear_logprob(
     rows.check("linear_logprob", len(weight))
     linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
     live = rows.live()
-    # Live rows that get no place stay NaN. One column more, for spare places of a chunk to write to.
-    outputs = hidden.new_zeros(5, len(hidden) + 1, dtype=linear.dtype)
-    outputs[:, :-1].masked_fill_(live, torch.nan)
+    outputs = RowOutputs(live, linear.dtype)
     for index in split(live_indices("linear_logprob", live, live_tokens), len(weight), chunk_tokens):
-        values = ChunkRows(index, rows).statistics(linear.logits(linear.operand(index)))
-        outputs.index_copy_(1, index, torch.stack(values))
-    logprobs, entropy, lse, row_max, log_sum = (x[:-1].clone() for x in outputs)
+        outputs.put(index, ChunkRows(index, rows).statistics(linear.logits(linear.operand(index))))
+    logprobs, entropy, lse, row_max, log_sum = outputs.results()
     return logprobs, entropy, lse, row_max, log_sum
 
 
@@ -64,7 +63,7 @@ def _(hidden: Tensor, *args: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "areal_core::linear_logprob_backward",
     mutates_args=("main_grad",),
-    schema=f"(Tensor?[] upstream, Tensor[] statistics, {_LINEAR}, {_ROWS}, int? chunk_tokens, int? live_tokens, "
+    schema=f"(Tensor?[] upstream, Tensor[] statistics, {LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, "
     "bool[] needs, Tensor(a!)? main_grad) -> (Tensor, Tensor, Tensor)",
 )
 def linear_logprob_backward(
@@ -91,7 +90,8 @@ def linear_logprob_backward(
     for index in split(live_indices("linear_logprob", rows.live(), live_tokens), len(weight), chunk_tokens):
         operand = linear.operand(index)
         logits = linear.logits(operand)
-        ChunkRows(index, rows).to_gradient_(logits, upstream, statistics)
+        upstream_rows = [None if x is None else take(x, index) for x in upstream]
+        ChunkRows(index, rows).to_gradient_(logits, upstream_rows, [take(x, index) for x in statistics])
         gradients.add(index, operand, logits)
     return gradients.results(weight.dtype)
 
@@ -109,10 +109,9 @@ def _(upstream: Any, statistics: Any, hidden: Tensor, weight: Tensor, *args: Any
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, operand_dtype, labels, temperatures, temperature, loss_mask, *options, main_grad = inputs
-    logprobs, entropy, _lse, row_max, log_sum = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(hidden, weight, bias, labels, temperatures, loss_mask, logprobs, entropy, row_max, log_sum)
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.save_for_backward(hidden, weight, bias, labels, temperatures, loss_mask, *output)
     ctx.operand_dtype, ctx.temperature, ctx.options = operand_dtype, temperature, options
     ctx.main_grad = main_grad  # not saved: backward of another call may change it first
 
@@ -138,14 +137,14 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         )
     wanted = [needs[0], needs[1] and ctx.main_grad is None, needs[2]]
     sources = [x for x in (hidden, weight, bias, *grads[:3]) if x is not None]
-    once: Any = _OnceDifferentiable.apply
+    once: Any = OnceDifferentiable.apply
     gradients = [
         once("linear_logprob", grad, *sources) if want else None for want, grad in zip(wanted, results, strict=True)
     ]
     return *gradients, *(None,) * 9
 
 
-class _OnceDifferentiable(torch.autograd.Function):
+class OnceDifferentiable(torch.autograd.Function):
     """Passes a gradient on and refuses to be differentiated: it was computed, not recorded."""
 
     @staticmethod

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from areal_core.ops import _linear_ops  # noqa: F401  (registers the ops)
 from areal_core.ops._dispatch import call
 from areal_core.ops._linear_chunks import row_dtype
+from areal_core.ops._linear_loss_ops import LinearPPOLoss
 from areal_core.ops.logprob import LogprobOutput
+from areal_core.ops.loss import PPOLossConfig, PPOLossStats, ppo_loss
+from areal_core.ops.loss import _check_inputs as check_inputs
+from areal_core.ops.loss import _normalizer_tensor as normalizer_tensor
 
-_LOGPROB = "linear_logprob"
+_LOGPROB, _PPO_LOSS = "linear_logprob", "linear_ppo_loss"
+_DEFAULT_CONFIG = PPOLossConfig()
+
+
+class FusedPPOLossOutput(NamedTuple):
+    """The loss, a differentiable 0-d tensor; statistics of the call; per-row results [T], without gradient."""
+
+    loss: Tensor
+    stats: PPOLossStats
+    logprobs: Tensor
+    entropy: Tensor
 
 
 def linear_logprob(
@@ -77,6 +94,109 @@ def linear_logprob(
     return LogprobOutput(*outputs[:3])
 
 
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    behavior_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    normalizer: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    config: PPOLossConfig = _DEFAULT_CONFIG,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+    live_tokens: int | None = None,
+    main_grad: Tensor | None = None,
+) -> FusedPPOLossOutput:
+    """Policy loss of logits = hidden @ weight.T + bias: ppo_loss of linear_logprob, in three matrix products, not four.
+
+    Where the gradient of the loss at a token needs that token alone, forward turns each chunk of logits into its
+    gradient and multiplies it out at once, and backward only scales the result by the gradient of the loss. Losses that
+    go by sequence run as linear_logprob and ppo_loss one after the other: the result is the same.
+
+    Rows are prediction-aligned: row t of every input belongs to the prediction of labels[t].
+
+    Args:
+        hidden, weight, labels, bias, temperature, ignore_index, chunk_tokens, live_tokens: as in linear_logprob.
+        proximal_logprobs, advantages, behavior_logprobs, ref_logprobs: float32 (float64 for float64) [T], as in
+            ppo_loss.
+        loss_mask: bool or number [T], nonzero = live. Rows whose label is ignore_index count as masked.
+        normalizer: as in ppo_loss. None: the live tokens of this call.
+        cu_seqlens: as in ppo_loss, of the rows.
+        config: the variant. The entropy is always there: entropy_coef needs no further input.
+        main_grad: float32 (float64 for float64) [V, H], to which backward adds the gradient of the weight; weight.grad
+            is then left alone.
+
+    Returns:
+        FusedPPOLossOutput(loss, stats, logprobs, entropy). Only the loss is differentiable. Statistics are to the last
+        bit those of ppo_loss for these logprobs and entropy.
+
+    Memory beyond inputs: one chunk of logits and, from forward until backward, the gradients, that of the weight in the
+    weight's dtype (in float32 with main_grad). A second backward raises. Masked rows, precision, autocast and what is
+    bitwise the same: as in linear_logprob. Where no gradient is needed none is computed.
+
+    Raises:
+        ValueError: as linear_logprob and ppo_loss do.
+        TypeError: wrong dtype.
+
+    Source: P.-L. Hsu et al., "Liger Kernel", arXiv 2410.10989 (gradients in forward); losses: see ppo_loss.
+    """
+    operand_dtype = _check_linear(_PPO_LOSS, hidden, weight, bias, main_grad)
+    labels, mask = _rows(_PPO_LOSS, hidden, labels, loss_mask)
+    temperatures, scalar = _split_temperature(_PPO_LOSS, temperature, hidden)
+    _check_counts(_PPO_LOSS, chunk_tokens, live_tokens)
+    inputs = (proximal_logprobs, advantages, behavior_logprobs, ref_logprobs)
+    _check_row_inputs(_PPO_LOSS, hidden, inputs)
+    live = labels != ignore_index if mask is None else mask & (labels != ignore_index)
+    linear = (hidden, weight, bias, operand_dtype)
+    rows = (labels, temperatures, scalar, live, ignore_index, chunk_tokens, live_tokens)
+    # Gradients computed in forward have not seen the loss scale that keeps float16 from underflowing.
+    if not _is_token_level(config) or torch.float16 in (operand_dtype, hidden.dtype, weight.dtype):
+        logprobs, entropy, *_ = call(torch.ops.areal_core.linear_logprob.default, *linear, *rows, main_grad)
+        out = ppo_loss(
+            logprobs,
+            proximal_logprobs,
+            advantages,
+            live,
+            behavior_logprobs=behavior_logprobs,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
+            cu_seqlens=cu_seqlens,
+            normalizer=normalizer,
+            config=config,
+        )
+        return FusedPPOLossOutput(*out, logprobs.detach(), entropy.detach())
+    check_inputs(behavior_logprobs, ref_logprobs, advantages, config)
+    if normalizer is None:
+        normalizer = live.sum(dtype=torch.float64)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    arguments = (
+        *linear,
+        *rows,
+        *(None if x is None else x.detach() for x in inputs),
+        normalizer_tensor(normalizer, hidden),
+        [float(x) for x in config._native()],
+        needs,
+    )
+    if any(needs):
+        loss, stats, logprobs, entropy = call(LinearPPOLoss.apply, main_grad, *arguments)
+    else:
+        op = torch.ops.areal_core.linear_ppo_forward_backward.default
+        loss, stats, logprobs, entropy, *_ = call(op, *arguments, False)
+    return FusedPPOLossOutput(loss, PPOLossStats(stats), logprobs, entropy)
+
+
+def _is_token_level(config: PPOLossConfig) -> bool:
+    """Whether the gradient of the loss at a token needs nothing of other tokens but the normalizer."""
+    return (config.ratio_level, config.behavior_level, config.aggregation) == ("token", "token", "token_mean")
+
+
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +243,15 @@ def _rows(op: str, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> 
     _check_tensor(op, "labels", labels, hidden, (hidden.shape[0],))
     _check_tensor(op, "loss_mask", loss_mask, hidden, (hidden.shape[0],))
     return labels.to(torch.int64), None if loss_mask is None else loss_mask.to(torch.bool)
+
+
+def _check_row_inputs(op: str, hidden: Tensor, inputs: Sequence[Tensor | None]) -> None:
+    dtype = row_dtype(hidden.dtype)
+    names = ("proximal_logprobs", "advantages", "behavior_logprobs", "ref_logprobs")
+    for name, tensor in zip(names, inputs, strict=True):
+        _check_tensor(op, name, tensor, hidden, (hidden.shape[0],))
+        if tensor is not None and tensor.dtype != dtype:
+            raise TypeError(f"{op}: expected {name} dtype = {dtype}, got {tensor.dtype}")
 
 
 def _split_temperature(op: str, temperature: float | Tensor, hidden: Tensor) -> tuple[Tensor | None, float]:

@@ -83,6 +83,11 @@ def linear_head(size: int) -> Arguments:
     return {"hidden": hidden, "weight": weight, "labels": given["labels"], "loss_mask": loss_mask(size)}
 
 
+def linear_ppo_batch(size: int) -> Arguments:
+    rows = per_token(size, "proximal_logprobs", "advantages", "behavior_logprobs", scale=0.3)
+    return {**linear_head(size), **rows, "config": ops.PPOLossConfig(entropy_coef=0.1)}
+
+
 def ppo_batch(size: int) -> Arguments:
     return {**per_token(size, "logprobs", "proximal_logprobs", "advantages", scale=0.3), "loss_mask": loss_mask(size)}
 
@@ -164,6 +169,7 @@ SAMPLES = [
     Sample(
         "linear_logprob", "bias", lambda n: {**linear_head(n), "bias": torch.ones(37)}, ("hidden", "weight", "bias")
     ),
+    Sample("linear_ppo_loss", "", linear_ppo_batch, ("hidden", "weight")),
     Sample("ppo_loss", "", ppo_batch, ("logprobs",)),
     Sample("ppo_loss", "all_options", full_ppo_batch, ("logprobs", "entropy")),
     Sample("gae", "", scan),
