@@ -48,9 +48,7 @@ def test_moments_of_numbers_far_from_zero() -> None:
     assert float(whitened.double().std()) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "numbers", [[1e300, -1e300, 1.0], [1e-310, 3e-310, 2e-310], [0.0, 0.0, -0.0], [2.0**60, 1, -1]]
-)
+@pytest.mark.parametrize("numbers", EXTREMES)
 def test_moments_of_extreme_numbers(numbers: list[float]) -> None:
     x = torch.tensor(numbers, dtype=torch.float64)
     mean = math.fsum(numbers) / 3
