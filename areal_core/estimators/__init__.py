@@ -5,14 +5,14 @@ On a small tree MDP (`TreeMDP`) every response and every group of responses can 
 training uses, are exact. `areal-core estimators` draws the result.
 """
 
-from areal_core.estimators.exact import Estimator, Moments, evaluate, expected_advantages
+from areal_core.estimators.exact import Case, GradientMoments, evaluate, expected_advantages
 from areal_core.estimators.groups import Groups, multisets, outcomes
 from areal_core.estimators.tree_mdp import Responses, TreeMDP, example
 
 __all__ = [
-    "Estimator",
+    "Case",
+    "GradientMoments",
     "Groups",
-    "Moments",
     "Responses",
     "TreeMDP",
     "evaluate",

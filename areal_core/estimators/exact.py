@@ -19,8 +19,8 @@ _RESPONSES_AT_ONCE = 200_000  # bounds memory: about 100 MB
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """An estimator of `ops.compute_advantages` and what it is given.
+class Case:
+    """An estimator of `ops.compute_advantages` together with what it is given.
 
     Args:
         name: of `ops.compute_advantages`.
@@ -56,7 +56,7 @@ class Estimator:
 
 
 @dataclass(frozen=True)
-class Moments:
+class GradientMoments:
     """Exact moments over all batches.
 
     Attributes:
@@ -70,16 +70,14 @@ class Moments:
     variance: float
 
 
-def evaluate(
-    estimator: Estimator, mdp: TreeMDP, logits: Tensor, *, group_size: int = 4, num_prompts: int = 1
-) -> Moments:
-    """Moments of an on-policy batch of `num_prompts` prompts, drawn independently, with `group_size` responses each.
+def evaluate(case: Case, mdp: TreeMDP, logits: Tensor, *, group_size: int = 4, num_prompts: int = 1) -> GradientMoments:
+    """Moments for an on-policy batch of `num_prompts` prompts, drawn independently, with `group_size` responses each.
 
     The loss is `ops.ppo_loss` divided by the number of responses: the mean over responses of the sum over tokens. An
     estimator that treats prompts independently is evaluated on one prompt; its variance is then that of one prompt
     divided by their number.
     """
-    enumerated = num_prompts if estimator.whole_batch else 1
+    enumerated = num_prompts if case.whole_batch else 1
     batches = outcomes(mdp, logits, group_size, enumerated)
     differentiate: Any = torch.autograd.functional.jacobian
     jacobian: Tensor = differentiate(mdp.token_logprobs, logits.detach()).flatten(1)
@@ -88,7 +86,7 @@ def evaluate(
     for batch in _split(batches):
         responses, tokens, outcome = _pack(mdp, batch)
         group_ids = torch.arange(len(responses.rewards)) // group_size
-        advantages = estimator.advantages(mdp, logits, responses, _unit_of_statistics(estimator, group_ids, enumerated))
+        advantages = case.advantages(mdp, logits, responses, _unit_of_statistics(case, group_ids, enumerated))
         per_token = loss_gradient(mdp.token_logprobs(logits)[tokens], advantages, batch.members.shape[1])
         gradients = jacobian.new_zeros(len(batch.members), logits.numel())
         gradients.index_add_(0, outcome, per_token[:, None] * jacobian[tokens])
@@ -98,7 +96,7 @@ def evaluate(
         summed.index_add_(0, pair, weight * advantages)
         visited.index_add_(0, pair, weight)
     variance = (square - float(gradient.square().sum())) * enumerated / num_prompts
-    return Moments((summed / visited).view_as(logits), gradient.view_as(logits), variance)
+    return GradientMoments((summed / visited).view_as(logits), gradient.view_as(logits), variance)
 
 
 def loss_gradient(logprobs: Tensor, advantages: Tensor, normalizer: int) -> Tensor:
@@ -110,9 +108,9 @@ def loss_gradient(logprobs: Tensor, advantages: Tensor, normalizer: int) -> Tens
     return gradient
 
 
-def _unit_of_statistics(estimator: Estimator, group_ids: Tensor, num_prompts: int) -> Tensor:
+def _unit_of_statistics(case: Case, group_ids: Tensor, num_prompts: int) -> Tensor:
     """Which responses share statistics: all outcomes are evaluated in one call, so a batch is a group of its own."""
-    return group_ids // num_prompts if estimator.whole_batch else group_ids
+    return group_ids // num_prompts if case.whole_batch else group_ids
 
 
 def _split(groups: Groups) -> list[Groups]:

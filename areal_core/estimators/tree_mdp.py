@@ -175,17 +175,17 @@ class TreeMDP:
 
 
 def example() -> tuple[TreeMDP, Tensor]:
-    """An easy, a middling and a hard prompt, answered in 1 to 3 tokens, and the logits of a policy in mid-training.
+    """An easy, a medium and a hard prompt, answered in 1 to 3 tokens, and the logits of a policy in mid-training.
 
     Greedy decoding solves the first two. Short and long responses are right and wrong on each prompt, and the mean
     lengths of the prompts differ.
     """
     easy: Node = (1, (0, (1, 0)))
-    middling: Node = ((1, 0), (0, 1))
+    medium: Node = ((1, 0), (0, 1))
     hard: Node = (0, (1, (0, 1)))
     logits = [
         *[[0.8, 0.0], [-0.9, 0.4], [0.6, -0.2]],
         *[[0.3, -0.2], [0.4, -0.3], [0.2, -0.1]],
         *[[-0.4, 0.4], [-1.6, 1.0], [1.3, -0.9]],
     ]
-    return TreeMDP((easy, middling, hard)), torch.tensor(logits, dtype=torch.float64)
+    return TreeMDP((easy, medium, hard)), torch.tensor(logits, dtype=torch.float64)

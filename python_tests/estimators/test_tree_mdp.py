@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from areal_core.estimators import Estimator, TreeMDP, evaluate, example, multisets, outcomes
+from areal_core.estimators import Case, TreeMDP, evaluate, example, multisets, outcomes
 from areal_core.estimators.exact import loss_gradient
 
 
@@ -50,8 +50,8 @@ def test_what_is_no_tree_is_refused(prompts, message):
 
 def test_the_example_is_what_it_says(mdp_and_logits):
     mdp, logits = mdp_and_logits
-    easy, middling, hard = mdp.success(logits).tolist()
-    assert easy > 0.8 > 0.6 > middling > 0.4 > 0.2 > hard > 0.05
+    easy, medium, hard = mdp.success(logits).tolist()
+    assert easy > 0.8 > 0.6 > medium > 0.4 > 0.2 > hard > 0.05
     assert mdp.greedy_rewards(logits).tolist() == [1, 1, 0]
     assert mdp.mean_length(logits).diff().abs().min() > 0.3
     for prompt in range(3):
@@ -116,7 +116,7 @@ def ordered_moments(estimator, mdp, logits, group_size):
     return mean, square - float(mean.square().sum())
 
 
-@pytest.mark.parametrize("estimator", [Estimator("rloo"), Estimator("grpo_original")], ids=lambda e: e.name)
+@pytest.mark.parametrize("estimator", [Case("rloo"), Case("grpo_original")], ids=lambda e: e.name)
 def test_moments_are_those_of_ordered_draws(mdp_and_logits, estimator):
     mdp, logits = mdp_and_logits
     moments = evaluate(estimator, mdp, logits, group_size=2)
@@ -128,10 +128,10 @@ def test_moments_are_those_of_ordered_draws(mdp_and_logits, estimator):
 def test_the_variance_is_that_of_the_mean_over_prompts(mdp_and_logits):
     """Prompts treated independently: enumerating two of them gives half the variance of one."""
     mdp, logits = mdp_and_logits
-    one = evaluate(Estimator("reinforce"), mdp, logits, group_size=2)
-    enumerated = evaluate(Estimator("reinforce", whole_batch=True), mdp, logits, group_size=2, num_prompts=2)
+    one = evaluate(Case("reinforce"), mdp, logits, group_size=2)
+    enumerated = evaluate(Case("reinforce", whole_batch=True), mdp, logits, group_size=2, num_prompts=2)
     assert enumerated.variance == pytest.approx(one.variance / 2, rel=1e-12)
-    assert evaluate(Estimator("reinforce"), mdp, logits, group_size=2, num_prompts=2).variance == pytest.approx(
+    assert evaluate(Case("reinforce"), mdp, logits, group_size=2, num_prompts=2).variance == pytest.approx(
         one.variance / 2, rel=1e-12
     )
     assert torch.allclose(enumerated.gradient, one.gradient, rtol=1e-12)
@@ -139,9 +139,9 @@ def test_the_variance_is_that_of_the_mean_over_prompts(mdp_and_logits):
 
 def test_large_enumerations_come_in_parts(mdp_and_logits, monkeypatch):
     mdp, logits = mdp_and_logits
-    whole = evaluate(Estimator("rloo"), mdp, logits, group_size=3)
+    whole = evaluate(Case("rloo"), mdp, logits, group_size=3)
     monkeypatch.setattr("areal_core.estimators.exact._RESPONSES_AT_ONCE", 10)
-    parts = evaluate(Estimator("rloo"), mdp, logits, group_size=3)
+    parts = evaluate(Case("rloo"), mdp, logits, group_size=3)
     assert torch.allclose(whole.gradient, parts.gradient, rtol=1e-12)
     assert torch.allclose(whole.advantage, parts.advantage, rtol=1e-12)
     assert parts.variance == pytest.approx(whole.variance, rel=1e-12)
