@@ -1,4 +1,4 @@
-"""The command line: ``areal-core train | eval | report | info``."""
+"""The command line: ``areal-core train | eval | report | estimators | info``."""
 
 from __future__ import annotations
 
@@ -58,6 +58,20 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html and summary.svg of a run, finished or not")
     report.add_argument("run_dir")
     report.set_defaults(run=_report)
+
+    estimators = commands.add_parser(
+        "estimators",
+        help="bias and variance of every advantage estimator, exact, as a table, a page and a picture",
+        description="Print what each advantage estimator does to the policy gradient on a small tree MDP whose groups "
+        "of responses are all enumerated: direction, length, bias and noise. Write a page and a picture of it.",
+    )
+    estimators.add_argument(
+        "--output", default="runs/estimators", metavar="DIR", help="folder of page and picture (default: %(default)s)"
+    )
+    estimators.add_argument(
+        "--group-size", type=int, default=8, metavar="M", help="responses per prompt, 2 to 8 (default: %(default)s)"
+    )
+    estimators.set_defaults(run=_estimators)
 
     info = commands.add_parser("info", help="versions, instruction set, CUDA build, GPUs")
     info.set_defaults(run=_info)
@@ -129,6 +143,12 @@ def _report(args: argparse.Namespace) -> int:
     from areal_core.telemetry import report_command
 
     return report_command(args.run_dir)
+
+
+def _estimators(args: argparse.Namespace) -> int:
+    from areal_core.estimators.command import estimators_command
+
+    return estimators_command(args.output, args.group_size)
 
 
 def _info(_args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "GeneratorError",
+    "MissingPackageError",
 ]
 
 
@@ -49,3 +50,7 @@ class ClosedError(ArealError):
 
 class CorruptedError(ArealError):
     """Bytes differ from their checksum; the text says which."""
+
+
+class MissingPackageError(ArealError, ImportError):
+    """An optional package is not installed; the text says what needs it and how to install it."""
