@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_checks import assert_near, assert_same_bits, reference_data
+from op_checks import assert_near, assert_same_bits
 from torch import Tensor
 
 from areal_core import ops
@@ -339,51 +339,3 @@ def test_opcheck_and_compile() -> None:
         return ops.compute_advantages("rloo", **batch, beta=0.1)
 
     assert_same_bits(torch.compile(advantages, fullgraph=True)(batch), advantages(batch))
-
-
-# Peers' outputs on recorded inputs: peer, our name and options, tolerance (peers compute some of it in float32), cases
-# in which the peer departs from the definition.
-GROUPED = ("ragged+single", "all_single")
-PEERS: list[tuple[str, str, dict[str, Any], float, tuple[str, ...]]] = [
-    ("verl.grpo", "grpo_r1", {"singleton": "raw"}, 5e-6, ()),
-    ("verl.grpo_vectorized", "grpo_r1", {"singleton": "raw"}, 5e-6, ("identical_0.1", *GROUPED)),
-    ("verl.grpo[norm_std=False] (dr_grpo)", "dr_grpo", {"singleton": "raw"}, 1e-12, ()),
-    ("verl.rloo", "rloo", {"singleton": "raw"}, 1e-9, ()),
-    ("verl.rloo_vectorized", "rloo", {}, 1e-12, ()),
-    ("skyrl.grpo", "grpo_r1", {"singleton": "raw"}, 5e-6, ()),
-    ("skyrl.rloo", "rloo", {}, 1e-12, ()),
-    ("skyrl.maxrl", "maxrl", {"singleton": "raw"}, 5e-6, ()),
-    ("openrlhf.dr_grpo", "dr_grpo", {}, 1e-12, ()),
-    ("openrlhf.group_norm", "grpo_r1", {"eps": 1e-9}, 1e-6, ()),
-    ("openrlhf.rloo", "rloo", {}, 1e-9, ()),
-    ("areal.Normalization:group_mean_only", "dr_grpo", {}, 1e-12, ()),
-]
-
-
-@pytest.mark.parametrize(("peer", "name", "options", "tolerance", "departures"), PEERS, ids=[p[0] for p in PEERS])
-def test_agrees_with_recorded_peers(
-    peer: str, name: str, options: dict[str, Any], tolerance: float, departures: tuple[str, ...]
-) -> None:
-    compared = 0
-    recorded = reference_data("group")
-    for (kind, case, dtype), inputs in recorded.items():
-        outputs = recorded.get(("out", case, dtype), {})
-        if kind != "in" or dtype != "f64" or case in departures or f"{peer}/adv" not in outputs:
-            continue
-        x = {key: torch.from_numpy(array) for key, array in inputs.items()}
-        rows, columns = x["mask"].shape
-        ours = ops.compute_advantages(
-            name,
-            rewards=x["score"],
-            cu_seqlens=torch.arange(rows + 1) * columns,
-            group_ids=x["index"],
-            loss_mask=x["mask"].flatten(),
-            **options,
-        ).reshape(rows, columns)
-        theirs = torch.from_numpy(outputs[f"{peer}/adv"]).double()
-        theirs = theirs if theirs.dim() == 2 else theirs[:, None] * x["mask"]
-        assert ours.isfinite().all()
-        if theirs.isfinite().all():
-            assert_near(ours, theirs, absolute=tolerance, relative=0)
-            compared += 1
-    assert compared >= 6
