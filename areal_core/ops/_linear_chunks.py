@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _native = torch.ops.areal_core
+STATISTICS = 5  # what logprob_forward gives for a row
+PARTS = 4  # what logprob_partial gives
 _WIDENED_COLUMNS = 8192  # of the weight at a time: 29 MB of float32 at H = 896
 _CHUNK_MULTIPLE = 64
 # A chunk costs a pass over the weight and one over its float32 gradient, so it must be long against the flops per byte
@@ -193,21 +195,25 @@ class LinearGradients:
 
 
 class RowOutputs:
-    """Per-row results, filled chunk by chunk."""
+    """Results of all rows, [T, k], filled chunk by chunk."""
 
-    def __init__(self, live: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, live: Tensor, columns: int, dtype: torch.dtype) -> None:
         """Masked rows are 0. Live rows that get no place stay NaN."""
-        # A column more, for the spare places of a chunk to write to.
-        self._values = torch.zeros(5, len(live) + 1, dtype=dtype, device=live.device)
-        self._values[:, :-1].masked_fill_(live, torch.nan)
+        # A row more, for the spare places of a chunk to write to.
+        self._values = torch.zeros(len(live) + 1, columns, dtype=dtype, device=live.device)
+        self._values[:-1].masked_fill_(live[:, None], torch.nan)
 
-    def put(self, index: Tensor, values: Sequence[Tensor]) -> None:
-        """Keep what statistics() gave for a chunk."""
-        self._values.index_copy_(1, index, torch.stack(tuple(values)))
+    def put(self, index: Tensor, values: Tensor) -> None:
+        """Keep the results [C, k] of a chunk."""
+        self._values.index_copy_(0, index, values)
 
-    def results(self) -> tuple[Tensor, ...]:
-        """Give (logprobs, entropy, lse, row_max, log_sum), [T]."""
-        return tuple(x[:-1].clone() for x in self._values)
+    def results(self) -> Tensor:
+        """All rows, [T, k]."""
+        return self._values[:-1]
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """The same as k vectors."""
+        return tuple(x.clone() for x in self.results().unbind(1))
 
 
 class ChunkRows:
@@ -226,8 +232,25 @@ class ChunkRows:
         outputs: tuple[Tensor, ...] = _native.logprob_forward.default(logits, *self._arguments, False)
         return outputs
 
-    def to_gradient_(self, logits: Tensor, upstream: Sequence[Tensor | None], statistics: Sequence[Tensor]) -> None:
+    def parts(self, logits: Tensor, vocab_start: int, vocab_total: int) -> Tensor:
+        """[C, 4]: what this rank's logits contribute to the statistics."""
+        parts: Tensor = _native.logprob_partial.default(logits, *self._arguments, vocab_start, vocab_total)
+        return parts
+
+    def to_gradient_(
+        self, logits: Tensor, upstream: Sequence[Tensor | None], statistics: Sequence[Tensor], vocab_start: int = 0
+    ) -> None:
         """Overwrite logits with their gradient, given upstream gradients and what statistics() gave."""
         logprobs, entropy, _lse, row_max, log_sum = statistics
         saved = (logprobs, entropy, row_max, log_sum)
-        _native.logprob_backward_.default(*upstream, logits, *self._arguments, *saved)
+        _native.logprob_backward_.default(*upstream, logits, *self._arguments, *saved, vocab_start)
+
+
+def merge(parts: Tensor, rows: Rows, vocab_start: int) -> tuple[Tensor, ...]:
+    """Statistics of all rows from the parts [ranks, T, 4] of all ranks."""
+    # The kernel takes the shape and dtype of the logits from them, and reads none.
+    logits = parts.new_empty(1, 1).expand(parts.shape[1], 1)
+    temperatures = None if rows.temperatures is None else rows.temperatures.contiguous()
+    arguments = (rows.labels.contiguous(), temperatures, rows.temperature, rows.live(), rows.ignore_index)
+    outputs: tuple[Tensor, ...] = _native.logprob_merge.default(logits, parts, *arguments, vocab_start, False)
+    return outputs

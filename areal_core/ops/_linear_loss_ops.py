@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_core.ops._linear_chunks import (
+    STATISTICS,
     ChunkedLinear,
     ChunkRows,
     LinearGradients,
@@ -85,18 +86,18 @@ def linear_ppo_forward_backward(
     token_loss = TokenLoss(inputs, normalizer, options)
     linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
     gradients, live = LinearGradients(linear, needs), rows.live()
-    outputs = RowOutputs(live, linear.dtype)
+    outputs = RowOutputs(live, STATISTICS, linear.dtype)
     for index in split(live_indices("linear_ppo_loss", live, live_tokens), len(weight), chunk_tokens):
         operand, chunk = linear.operand(index), ChunkRows(index, rows)
         logits = linear.logits(operand)
         statistics = chunk.statistics(logits)
-        outputs.put(index, statistics)
+        outputs.put(index, torch.stack(statistics, 1))
         if any(needs):
             logprobs, entropy, *_ = statistics
             upstream = token_loss.at(index).evaluate(logprobs, entropy, index < len(live))[2:]
             chunk.to_gradient_(logits, [*upstream, None], statistics)
             gradients.add(index, operand, logits)
-    logprobs, entropy, *_ = outputs.results()
+    logprobs, entropy, *_ = outputs.columns()
     # All rows at once: to the last bit what ppo_loss gives for these log-probabilities.
     loss, stats, *_ = token_loss.evaluate(logprobs, entropy, live)
     results = gradients.results(linear.dtype if keeps_float32 else weight.dtype)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from areal_core.ops._linear_chunks import (
+    PARTS,
+    STATISTICS,
     ChunkedLinear,
     ChunkRows,
     LinearGradients,
     RowOutputs,
     Rows,
     live_indices,
+    merge,
     row_dtype,
     split,
     take,
@@ -24,10 +27,46 @@ LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType operand_dtype"
 
 
 @torch.library.custom_op(
+    "areal_core::linear_logprob_partial",
+    mutates_args=(),
+    schema=f"({LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, int vocab_start, int vocab_total) -> Tensor",
+)
+def linear_logprob_partial(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    operand_dtype: torch.dtype,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    loss_mask: Tensor | None,
+    ignore_index: int,
+    chunk_tokens: int | None,
+    live_tokens: int | None,
+    vocab_start: int,
+    vocab_total: int,
+) -> Tensor:
+    """Give [T, 4]: what this rank's rows of the weight contribute, as logprob_partial does."""
+    rows = Rows(labels, temperatures, temperature, loss_mask, ignore_index)
+    rows.check("linear_logprob", vocab_total)
+    linear, live = ChunkedLinear(hidden, weight, bias, operand_dtype), rows.live()
+    outputs = RowOutputs(live, PARTS, linear.dtype)
+    for index in split(live_indices("linear_logprob", live, live_tokens), len(weight), chunk_tokens):
+        logits = linear.logits(linear.operand(index))
+        outputs.put(index, ChunkRows(index, rows).parts(logits, vocab_start, vocab_total))
+    return outputs.results()
+
+
+@linear_logprob_partial.register_fake
+def _(hidden: Tensor, *args: Any) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], PARTS, dtype=row_dtype(hidden.dtype))
+
+
+@torch.library.custom_op(
     "areal_core::linear_logprob",
     mutates_args=(),
-    schema=f"({LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, Tensor? main_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, Tensor? parts, int vocab_start, "
+    "Tensor? main_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_logprob(
     hidden: Tensor,
@@ -41,18 +80,24 @@ def linear_logprob(
     ignore_index: int,
     chunk_tokens: int | None,
     live_tokens: int | None,
+    parts: Tensor | None,
+    vocab_start: int,
     main_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Give (logprobs, entropy, lse, row_max, log_sum) of all rows; main_grad is for the autograd formula."""
+) -> tuple[Tensor, ...]:
+    """Give (logprobs, entropy, lse, row_max, log_sum) of all rows; main_grad is for the autograd formula.
+
+    With parts [ranks, T, 4] nothing is multiplied: they are what all ranks' linear_logprob_partial gave.
+    """
     rows = Rows(labels, temperatures, temperature, loss_mask, ignore_index)
+    if parts is not None:
+        return merge(parts, rows, vocab_start)
     rows.check("linear_logprob", len(weight))
-    linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
-    live = rows.live()
-    outputs = RowOutputs(live, linear.dtype)
+    linear, live = ChunkedLinear(hidden, weight, bias, operand_dtype), rows.live()
+    outputs = RowOutputs(live, STATISTICS, linear.dtype)
     for index in split(live_indices("linear_logprob", live, live_tokens), len(weight), chunk_tokens):
-        outputs.put(index, ChunkRows(index, rows).statistics(linear.logits(linear.operand(index))))
-    logprobs, entropy, lse, row_max, log_sum = outputs.results()
-    return logprobs, entropy, lse, row_max, log_sum
+        statistics = ChunkRows(index, rows).statistics(linear.logits(linear.operand(index)))
+        outputs.put(index, torch.stack(statistics, 1))
+    return outputs.columns()
 
 
 @linear_logprob.register_fake
@@ -64,7 +109,7 @@ def _(hidden: Tensor, *args: Any) -> tuple[Tensor, ...]:
     "areal_core::linear_logprob_backward",
     mutates_args=("main_grad",),
     schema=f"(Tensor?[] upstream, Tensor[] statistics, {LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, "
-    "bool[] needs, Tensor(a!)? main_grad) -> (Tensor, Tensor, Tensor)",
+    "int vocab_start, bool[] needs, Tensor(a!)? main_grad) -> (Tensor, Tensor, Tensor)",
 )
 def linear_logprob_backward(
     upstream: list[Tensor | None],
@@ -80,6 +125,7 @@ def linear_logprob_backward(
     ignore_index: int,
     chunk_tokens: int | None,
     live_tokens: int | None,
+    vocab_start: int,
     needs: list[bool],
     main_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +137,8 @@ def linear_logprob_backward(
         operand = linear.operand(index)
         logits = linear.logits(operand)
         upstream_rows = [None if x is None else take(x, index) for x in upstream]
-        ChunkRows(index, rows).to_gradient_(logits, upstream_rows, [take(x, index) for x in statistics])
+        statistics_rows = [take(x, index) for x in statistics]
+        ChunkRows(index, rows).to_gradient_(logits, upstream_rows, statistics_rows, vocab_start)
         gradients.add(index, operand, logits)
     return gradients.results(weight.dtype)
 
@@ -108,11 +155,13 @@ def _(upstream: Any, statistics: Any, hidden: Tensor, weight: Tensor, *args: Any
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, operand_dtype, labels, temperatures, temperature, loss_mask, *options, main_grad = inputs
+    hidden, weight, bias, operand_dtype, labels, temperatures, temperature, loss_mask, *options = inputs
+    ignore_index, chunk_tokens, live_tokens, _parts, vocab_start, main_grad = options
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
     ctx.save_for_backward(hidden, weight, bias, labels, temperatures, loss_mask, *output)
-    ctx.operand_dtype, ctx.temperature, ctx.options = operand_dtype, temperature, options
+    ctx.operand_dtype, ctx.temperature = operand_dtype, temperature
+    ctx.options = (ignore_index, chunk_tokens, live_tokens, vocab_start)
     ctx.main_grad = main_grad  # not saved: backward of another call may change it first
 
 
@@ -141,7 +190,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     gradients = [
         once("linear_logprob", grad, *sources) if want else None for want, grad in zip(wanted, results, strict=True)
     ]
-    return *gradients, *(None,) * 9
+    return *gradients, *(None,) * 11
 
 
 class OnceDifferentiable(torch.autograd.Function):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal_core.ops import _linear_ops  # noqa: F401  (registers the ops)
 from areal_core.ops._dispatch import call
 from areal_core.ops._linear_chunks import row_dtype
 from areal_core.ops._linear_loss_ops import LinearPPOLoss
+from areal_core.ops._vocab_parallel import find_shard, gather_parts
 from areal_core.ops.logprob import LogprobOutput
 from areal_core.ops.loss import PPOLossConfig, PPOLossStats, ppo_loss
 from areal_core.ops.loss import _check_inputs as check_inputs
 from areal_core.ops.loss import _normalizer_tensor as normalizer_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _LOGPROB, _PPO_LOSS = "linear_logprob", "linear_ppo_loss"
 _DEFAULT_CONFIG = PPOLossConfig()
@@ -42,6 +47,9 @@ def linear_logprob(
     chunk_tokens: int | None = None,
     live_tokens: int | None = None,
     main_grad: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    vocab_sizes: Sequence[int] | None = None,
+    reduce_hidden_grad: bool = True,
 ) -> LogprobOutput:
     """Log-probability of each label under logits = hidden @ weight.T + bias, with entropy (nats) and log-sum-exp.
 
@@ -62,6 +70,11 @@ def linear_logprob(
             them: without this number it computes all T rows, masked ones as zeros.
         main_grad: float32 (float64 for float64) [V, H], to which backward adds the gradient of the weight; weight.grad
             is then left alone. The weight must require a gradient.
+        group: the ranks that share the vocabulary: weight and bias are then this rank's rows, shards in rank order of
+            any lengths, and everything else is the same on all ranks, labels being indices of the whole vocabulary.
+        vocab_sizes: length of each rank's shard, as in logprob_from_logits.
+        reduce_hidden_grad: with a group, whether the gradient of hidden is summed over the ranks. Where False it is
+            this rank's share, for a caller that adds shares up later, as sequence parallelism does.
 
     Returns:
         LogprobOutput(logprobs, entropy, lse), each [T] float32 (float64 for float64), all differentiable.
@@ -70,6 +83,9 @@ def linear_logprob(
     before it is rounded to the weight's dtype. Under autocast a GPU multiplies in the dtype of autocast, and hidden and
     weight may differ in dtype; a CPU multiplies in float32 always. Memory beyond inputs and gradients: one
     chunk of logits, and on a GPU its gradient in the operands' dtype.
+
+    With a group, ranks exchange 16 bytes a row (float64: 32) in one all-gather and get the same bits; backward sums the
+    gradient of hidden with one all-reduce, given that every rank computes the same loss from the outputs.
 
     Masked rows are not multiplied: their outputs and gradients are 0, and NaN or inf in their hidden state reaches
     nothing. Otherwise NaN and inf act as in logprob_from_logits. T = 0 gives empty tensors. Bitwise the same from run
@@ -89,9 +105,9 @@ def linear_logprob(
     temperatures, scalar = _split_temperature(_LOGPROB, temperature, hidden)
     _check_counts(_LOGPROB, chunk_tokens, live_tokens)
     linear = (hidden, weight, bias, operand_dtype)
-    rows = (labels, temperatures, scalar, loss_mask, ignore_index)
-    outputs = call(torch.ops.areal_core.linear_logprob.default, *linear, *rows, chunk_tokens, live_tokens, main_grad)
-    return LogprobOutput(*outputs[:3])
+    rows = (labels, temperatures, scalar, loss_mask, ignore_index, chunk_tokens, live_tokens)
+    parallel = _Parallel(group, vocab_sizes, reduce_hidden_grad)
+    return LogprobOutput(*_logprob(_LOGPROB, linear, rows, main_grad, parallel))
 
 
 def linear_ppo_loss(
@@ -113,6 +129,9 @@ def linear_ppo_loss(
     chunk_tokens: int | None = None,
     live_tokens: int | None = None,
     main_grad: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    vocab_sizes: Sequence[int] | None = None,
+    reduce_hidden_grad: bool = True,
 ) -> FusedPPOLossOutput:
     """Policy loss of logits = hidden @ weight.T + bias: ppo_loss of linear_logprob, in three matrix products, not four.
 
@@ -132,6 +151,8 @@ def linear_ppo_loss(
         config: the variant. The entropy is always there: entropy_coef needs no further input.
         main_grad: float32 (float64 for float64) [V, H], to which backward adds the gradient of the weight; weight.grad
             is then left alone.
+        group, vocab_sizes, reduce_hidden_grad: as in linear_logprob; the gradient then needs all ranks' sums, so this
+            runs as linear_logprob and ppo_loss too.
 
     Returns:
         FusedPPOLossOutput(loss, stats, logprobs, entropy). Only the loss is differentiable. Statistics are to the last
@@ -156,9 +177,11 @@ def linear_ppo_loss(
     live = labels != ignore_index if mask is None else mask & (labels != ignore_index)
     linear = (hidden, weight, bias, operand_dtype)
     rows = (labels, temperatures, scalar, live, ignore_index, chunk_tokens, live_tokens)
+    parallel = _Parallel(group, vocab_sizes, reduce_hidden_grad)
     # Gradients computed in forward have not seen the loss scale that keeps float16 from underflowing.
-    if not _is_token_level(config) or torch.float16 in (operand_dtype, hidden.dtype, weight.dtype):
-        logprobs, entropy, *_ = call(torch.ops.areal_core.linear_logprob.default, *linear, *rows, main_grad)
+    has_float16 = torch.float16 in (operand_dtype, hidden.dtype, weight.dtype)
+    if group is not None or has_float16 or not _is_token_level(config):
+        logprobs, entropy, _ = _logprob(_PPO_LOSS, linear, rows, main_grad, parallel)
         out = ppo_loss(
             logprobs,
             proximal_logprobs,
@@ -195,6 +218,56 @@ def linear_ppo_loss(
 def _is_token_level(config: PPOLossConfig) -> bool:
     """Whether the gradient of the loss at a token needs nothing of other tokens but the normalizer."""
     return (config.ratio_level, config.behavior_level, config.aggregation) == ("token", "token", "token_mean")
+
+
+# -- vocab-parallel ---------------------------------------------------------------------------------------------------
+
+
+class _Parallel(NamedTuple):
+    group: ProcessGroup | None
+    vocab_sizes: Sequence[int] | None
+    reduce_hidden_grad: bool
+
+
+def _logprob(
+    op: str,
+    linear: tuple[Tensor, Tensor, Tensor | None, torch.dtype],
+    rows: tuple[Any, ...],
+    main_grad: Tensor | None,
+    parallel: _Parallel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give differentiable (logprobs, entropy, lse), over the group's whole vocabulary."""
+    native = torch.ops.areal_core
+    parts, vocab_start = None, 0
+    if parallel.group is not None:
+        hidden, weight, bias, operand_dtype = linear
+        shard = find_shard(op, parallel.group, len(weight), hidden.device, parallel.vocab_sizes)
+        vocab_start = shard.start
+        with torch.no_grad():
+            parts = call(native.linear_logprob_partial.default, *linear, *rows, shard.start, shard.total)
+            parts = gather_parts(parts, parallel.group)
+        if parallel.reduce_hidden_grad:
+            reduced: Any = _SumGradient.apply(hidden, parallel.group)  # type: ignore[no-untyped-call]
+            linear = (reduced, weight, bias, operand_dtype)
+    elif parallel.vocab_sizes is not None:
+        raise ValueError(f"{op}: expected vocab_sizes with a group only")
+    logprobs, entropy, lse, *_ = call(native.linear_logprob.default, *linear, *rows, parts, vocab_start, main_grad)
+    return logprobs, entropy, lse
+
+
+class _SumGradient(torch.autograd.Function):
+    """The input; its gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

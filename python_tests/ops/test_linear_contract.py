@@ -204,9 +204,9 @@ def test_opcheck(temperatures: Tensor | None, main_grad: bool) -> None:
     buffer = torch.zeros(5, 3, dtype=torch.float64) if main_grad else None
     arguments = (*leaves, torch.float64, problem.labels, temperatures, 0.7, problem.loss_mask, -100, 2, None)
     native = torch.ops.areal_core
-    torch.library.opcheck(native.linear_logprob.default, (*arguments, buffer))
-    saved = [x.detach() for x in native.linear_logprob.default(*arguments, buffer)]
+    torch.library.opcheck(native.linear_logprob.default, (*arguments, None, 0, buffer))
+    saved = [x.detach() for x in native.linear_logprob.default(*arguments, None, 0, buffer)]
     upstream = [torch.randn(6, dtype=torch.float64), None, torch.randn(6, dtype=torch.float64)]
     frozen = [x.detach() for x in leaves]
-    backward = (upstream, saved, *frozen, *arguments[3:], [True, True, True], buffer)
+    backward = (upstream, saved, *frozen, *arguments[3:], 0, [True, True, True], buffer)
     torch.library.opcheck(native.linear_logprob_backward.default, backward)
