@@ -202,7 +202,7 @@ def linear_ppo_loss(
     arguments = (
         *linear,
         *rows,
-        *(None if x is None else x.detach() for x in inputs),
+        *(None if x is None else x.detach().contiguous() for x in inputs),
         normalizer_tensor(normalizer, hidden),
         [float(x) for x in config._native()],
         needs,

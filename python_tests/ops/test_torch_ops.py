@@ -26,14 +26,19 @@ def layer_calls() -> list[tuple[str, Any, tuple[Any, ...]]]:
 
 
 def vocab_parallel_calls() -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """What logprob_from_logits calls where ranks share the vocabulary, which takes processes to sample."""
+    """What the log-probabilities call where ranks share the vocabulary, which takes processes to sample."""
     logits = torch.randn(5, 9, requires_grad=True)
+    hidden, weight = torch.randn(5, 4), torch.randn(9, 4)
     rows = (torch.tensor([0, 11, 3, -1, 8]), None, 0.7, None, -1)
     native = torch.ops.areal_core
     with NativeCalls() as recorded:
         with torch.no_grad():
             part = native.logprob_partial.default(logits, *rows, 3, 12)
+        linear = (hidden, weight, None, torch.float32)
+        linear_part = native.linear_logprob_partial.default(*linear, *rows, 2, None, 3, 12)
+        linear = (hidden.requires_grad_(), weight.requires_grad_(), *linear[2:])
         native.logprob_merge.default(logits, part[None], *rows, 3, False)[0].sum().backward()
+        native.linear_logprob.default(*linear, *rows, 2, None, linear_part[None], 3, None)[0].sum().backward()
     return [("vocab_parallel", func, args) for func, args in recorded.calls]
 
 
