@@ -1,6 +1,7 @@
 """The dependency rules of the code base, checked on the text of its includes and imports.
 
-C++      base <- cuda <- ops/<op> <- c_api; base <- decode; base <- reshard; bind sees all. No op includes another op.
+C++      base <- cuda <- ops/<op> <- c_api; base <- decode; base <- reshard; bind sees all. No op includes another op,
+         but for ops/lm_head, which fuses logprob and loss.
          Torch and pybind11 appear in *_torch.cpp and bind/ only, the CUDA toolkit in cuda/port.cuh only.
          reshard: plan knows neither executor nor transports, executor knows transport.h only, a transport neither.
 Python   ops and reshard import nothing above them; generate never imports rl; reference is for tests and benches;
@@ -19,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 TORCH_HELPERS = "bind/torch_tensor.h"
+FUSED_OPS = {"lm_head": ("ops/logprob/", "ops/loss/")}
 # Packages that `areal_core.<key>` may import from the project; packages without a row may import any but reference.
 PROJECT_IMPORTS = {
     "ops": {"ops", "_C", "errors"},
@@ -58,7 +60,7 @@ def allowed_prefixes(path: str) -> tuple[str, ...]:
     if parts[0] == "bind":
         return ("",)
     if parts[0] == "ops":
-        own = ("base/", "cuda/", f"ops/{parts[1]}/")
+        own = ("base/", "cuda/", f"ops/{parts[1]}/", *FUSED_OPS.get(parts[1], ()))
         return (*own, TORCH_HELPERS) if path.endswith("_torch.cpp") else own
     return {"base": ("base/",), "cuda": ("base/", "cuda/"), "c_api": ("base/", "ops/", "c_api/")}.get(
         parts[0], ("base/", f"{parts[0]}/")

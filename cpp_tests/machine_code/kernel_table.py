@@ -19,6 +19,8 @@ class KernelRow:
     wide_loads: int = 0  # at least so many 16-byte loads from global memory
     wide_stores: int = 0  # at least so many 16-byte stores to global memory
     shared_bytes: int = 48 * 1024  # at most, static
+    wide_shared_loads: int = 0  # at least so many 16-byte loads from shared memory
+    bulk_loads: int = 0  # at least so many bulk copies from global to shared memory
 
 
 KERNELS: tuple[KernelRow, ...] = (
@@ -26,6 +28,9 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::best_of_scores_kernel", registers=96, shared_bytes=0),
     KernelRow(r"::copy_segments_kernel<uint4>", registers=48, wide_loads=4, wide_stores=4, shared_bytes=10 * 1024),
     KernelRow(r"::copy_segments_kernel<unsigned \w+>", registers=32, shared_bytes=10 * 1024),
+    KernelRow(
+        r"::fused_loss_kernel<", registers=80, wide_stores=2, shared_bytes=1024, wide_shared_loads=4, bulk_loads=1
+    ),  # sm_90 keeps 1 KB of its own
     KernelRow(r"::gae_kernel<[18], float>", registers=64, shared_bytes=2048),
     KernelRow(r"::gae_kernel<[18], double>", registers=96, shared_bytes=2048),
     KernelRow(r"::group_scores_kernel", registers=96, shared_bytes=0),

@@ -57,6 +57,16 @@ class Kernel:
         return self.count(r"STG?\.(.*\.)?128(\..*)?")
 
     @property
+    def wide_shared_loads(self) -> int:
+        """16-byte loads from shared memory."""
+        return self.count(r"LDS\.(.*\.)?128(\..*)?")
+
+    @property
+    def bulk_loads(self) -> int:
+        """Bulk copies from global to shared memory."""
+        return self.count(r"UBLKCP\.S\.G(\..*)?")
+
+    @property
     def local_accesses(self) -> int:
         """Loads and stores of local memory: spills, and arrays indexed at run time."""
         return self.count(r"(LDL|STL)(\..*)?")
@@ -137,6 +147,8 @@ def faults_of(kernel: Kernel, row: KernelRow) -> list[str]:
     for what, got, least in (
         ("16-byte loads", kernel.wide_loads, row.wide_loads),
         ("16-byte stores", kernel.wide_stores, row.wide_stores),
+        ("16-byte loads from shared memory", kernel.wide_shared_loads, row.wide_shared_loads),
+        ("bulk copies into shared memory", kernel.bulk_loads, row.bulk_loads),
     ):
         if got < least:
             found.append(f"expected at least {least} {what}, got {got}")

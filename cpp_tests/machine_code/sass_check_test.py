@@ -34,6 +34,11 @@ class SassCheckTest(unittest.TestCase):
         assert "expected at least 1 16-byte loads, got 0" in faults
         assert "expected at least 1 16-byte stores, got 0" in faults
 
+    def test_missing_bulk_copies_and_shared_vectors_are_found(self) -> None:
+        faults = self.faults("wide_kernel", KernelRow("", registers=16, wide_shared_loads=1, bulk_loads=1))
+        assert "expected at least 1 16-byte loads from shared memory, got 0" in faults
+        assert "expected at least 1 bulk copies into shared memory, got 0" in faults
+
     def test_spills_are_found(self) -> None:
         faults = self.faults("spilling_kernel", LOOSE)
         assert re.search(r"expected 0 bytes of stack, got \d+", faults)
