@@ -10,7 +10,9 @@ from areal_core.ops.context_parallel import zigzag_merge, zigzag_split
 from areal_core.ops.estimators import Estimator, compute_advantages, estimators, register_estimator
 from areal_core.ops.lm_head import FusedPPOLossOutput, linear_logprob, linear_ppo_loss
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
-from areal_core.ops.loss import PPOLossConfig, PPOLossOutput, PPOLossStats, PPOLossSummary, ppo_loss
+from areal_core.ops.loss import PPOLossOutput, ppo_loss
+from areal_core.ops.loss_config import PPOLossConfig
+from areal_core.ops.loss_stats import PPOLossStats, PPOLossSummary
 from areal_core.ops.moments import Moments, masked_moments, whiten
 from areal_core.ops.packing import PackedBatch, merge_microbatches, pack, select_sequences, unpack
 from areal_core.ops.rewards import (

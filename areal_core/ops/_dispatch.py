@@ -59,3 +59,18 @@ def as_int64(tensor: Tensor, op: str, name: str) -> Tensor:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise TypeError(f"{op}: expected {name} of an integer dtype, got {tensor.dtype}")
     return tensor.to(torch.int64).contiguous()
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """Passes a gradient on and refuses to be differentiated: it was computed, not recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, grad: Tensor, *sources: Tensor) -> Tensor:
+        """Give the gradient of `op`, a function of the sources."""
+        ctx.op = op
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        raise NotImplementedError(f"{ctx.op}: expected one backward pass; the op has no second derivative")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from areal_core.ops._dispatch import OnceDifferentiable
 from areal_core.ops._linear_chunks import (
     STATISTICS,
     ChunkedLinear,
@@ -20,7 +21,7 @@ from areal_core.ops._linear_chunks import (
     split,
     take,
 )
-from areal_core.ops._linear_ops import LINEAR, ROWS, OnceDifferentiable
+from areal_core.ops._linear_ops import LINEAR, ROWS
 
 _INPUTS = "Tensor proximal_logprobs, Tensor advantages, Tensor? behavior_logprobs, Tensor? ref_logprobs"
 _ppo_loss = torch.ops.areal_core.ppo_loss.default
@@ -42,10 +43,11 @@ class TokenLoss(NamedTuple):
         proximal, advantages, behavior, reference = self.inputs
         types = [argument.type for argument in _ppo_loss._schema.arguments[-len(self.options) :]]
         options = [int(x) if str(t) == "int" else x for t, x in zip(types, self.options, strict=True)]
-        loss, stats, grad_logprobs, scale = _ppo_loss(
-            logprobs, proximal, advantages, live, behavior, reference, entropy, self.normalizer, *options
+        absent = [None] * 5  # teacher, keep_mask, versions, current_version, cu_seqlens
+        loss, stats, grad_logprobs, grad_entropy, scale = _ppo_loss(
+            logprobs, proximal, advantages, live, behavior, reference, entropy, *absent, self.normalizer, *options
         )
-        grad_entropy = live * (-self.options[-1] * scale)
+        grad_entropy = grad_entropy * scale if grad_entropy.numel() else torch.zeros_like(grad_logprobs)
         return loss, stats, grad_logprobs * scale, grad_entropy
 
 

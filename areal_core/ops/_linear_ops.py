@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_core.ops._dispatch import OnceDifferentiable
 from areal_core.ops._linear_chunks import (
     PARTS,
     STATISTICS,
@@ -191,19 +192,6 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         once("linear_logprob", grad, *sources) if want else None for want, grad in zip(wanted, results, strict=True)
     ]
     return *gradients, *(None,) * 11
-
-
-class OnceDifferentiable(torch.autograd.Function):
-    """Passes a gradient on and refuses to be differentiated: it was computed, not recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, op: str, grad: Tensor, *sources: Tensor) -> Tensor:
-        ctx.op = op
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{ctx.op}: expected one backward pass; the op has no second derivative")
 
 
 linear_logprob.register_autograd(_backward, setup_context=_setup_context)

@@ -15,9 +15,9 @@ from areal_core.ops._linear_chunks import row_dtype
 from areal_core.ops._linear_loss_ops import LinearPPOLoss
 from areal_core.ops._vocab_parallel import find_shard, gather_parts
 from areal_core.ops.logprob import LogprobOutput
-from areal_core.ops.loss import PPOLossConfig, PPOLossStats, ppo_loss
-from areal_core.ops.loss import _check_inputs as check_inputs
-from areal_core.ops.loss import _normalizer_tensor as normalizer_tensor
+from areal_core.ops.loss import check_inputs, normalizer_tensor, ppo_loss
+from areal_core.ops.loss_config import PPOLossConfig
+from areal_core.ops.loss_stats import PPOLossStats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -195,7 +195,8 @@ def linear_ppo_loss(
             config=config,
         )
         return FusedPPOLossOutput(*out, logprobs.detach(), entropy.detach())
-    check_inputs(behavior_logprobs, ref_logprobs, advantages, config)
+    given = {"behavior_logprobs": behavior_logprobs, "ref_logprobs": ref_logprobs, "normalizer": normalizer}
+    check_inputs({**given, "entropy": advantages}, config)  # the entropy will be there
     if normalizer is None:
         normalizer = live.sum(dtype=torch.float64)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
@@ -203,7 +204,7 @@ def linear_ppo_loss(
         *linear,
         *rows,
         *(None if x is None else x.detach().contiguous() for x in inputs),
-        normalizer_tensor(normalizer, hidden),
+        normalizer_tensor(normalizer, hidden, "ppo_loss"),
         [float(x) for x in config._native()],
         needs,
     )
@@ -217,7 +218,7 @@ def linear_ppo_loss(
 
 def _is_token_level(config: PPOLossConfig) -> bool:
     """Whether the gradient of the loss at a token needs nothing of other tokens but the normalizer."""
-    return (config.ratio_level, config.behavior_level, config.aggregation) == ("token", "token", "token_mean")
+    return not config.needs_sequences
 
 
 # -- vocab-parallel ---------------------------------------------------------------------------------------------------

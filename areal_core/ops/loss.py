@@ -1,205 +1,15 @@
-"""Policy loss of packed sequences: decoupled PPO with its gradient and statistics in one pass."""
+"""Policy loss of packed sequences: decoupled PPO and its variants, with gradient and statistics in one pass."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import as_int64, call
-
-_CHOICES = {
-    "ratio_level": ("token",),
-    "objective": ("ppo",),
-    "aggregation": ("token_mean",),
-    "behavior_level": ("token",),
-    "behavior_mode": ("truncate", "mask", "icepop"),
-    "kl_estimator": ("k1", "k2", "k3"),
-}
-
-
-@dataclass(frozen=True)
-class PPOLossConfig:
-    """Which policy loss: every variant is a setting of these parameters.
-
-    Args:
-        clip_low: the ratio to the proximal policy is clipped below at 1 - clip_low, in [0, 1].
-        clip_high: and above at 1 + clip_high; None: the same as clip_low.
-        dual_clip: > 1; where the advantage is negative a term is at most dual_clip * |advantage|. None: off.
-        ratio_level: "token".
-        behavior_cap: upper bound of the behavior weight exp(proximal - behavior). None: no bound.
-        behavior_low: lower bound, below which "mask" and "icepop" drop a token. None: no bound.
-        behavior_mode: "truncate" (a weight above the cap becomes the cap), "mask" (the policy term of a token whose
-            weight is out of bounds is dropped; the token still counts in the normalizer) or "icepop" ("mask" with
-            both bounds required).
-        behavior_level: "token".
-        kl_coef: weight of the KL penalty to the reference policy; needs ref_logprobs.
-        kl_estimator: "k1", "k2" or "k3" of KL(current || reference).
-        entropy_coef: weight of the entropy bonus; needs entropy.
-        aggregation: "token_mean", the sum over live tokens divided by the normalizer.
-        objective: "ppo".
-
-    Raises:
-        ValueError: a value out of range, or an option that is not implemented.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    ratio_level: str = "token"
-    behavior_cap: float | None = None
-    behavior_low: float | None = None
-    behavior_mode: str = "truncate"
-    behavior_level: str = "token"
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    aggregation: str = "token_mean"
-    objective: str = "ppo"
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"PPOLossConfig: expected {name} in {choices}, got {getattr(self, name)!r}")
-        self._check("clip_low", 0 <= self.clip_low <= 1, "in [0, 1]")
-        self._check("clip_high", self.clip_high is None or 0 <= self.clip_high < math.inf, ">= 0 and finite")
-        self._check("dual_clip", self.dual_clip is None or 1 < self.dual_clip < math.inf, "> 1 and finite")
-        self._check("behavior_cap", self.behavior_cap is None or 0 < self.behavior_cap < math.inf, "> 0 and finite")
-        cap = math.inf if self.behavior_cap is None else self.behavior_cap
-        self._check("behavior_low", self.behavior_low is None or 0 <= self.behavior_low <= cap, "in [0, behavior_cap]")
-        self._check("kl_coef", math.isfinite(self.kl_coef), "finite")
-        self._check("entropy_coef", math.isfinite(self.entropy_coef), "finite")
-        if self.behavior_mode == "truncate" and self.behavior_low is not None:
-            raise ValueError(
-                "PPOLossConfig: expected behavior_low = None with behavior_mode = 'truncate' (a lower bound needs "
-                f"'mask' or 'icepop'), got {self.behavior_low}"
-            )
-        if self.behavior_mode == "mask" and self.behavior_cap is None and self.behavior_low is None:
-            raise ValueError(
-                "PPOLossConfig: expected behavior_cap or behavior_low with behavior_mode = 'mask', got None"
-            )
-        if self.behavior_mode == "icepop" and (self.behavior_cap is None or self.behavior_low is None):
-            raise ValueError(
-                "PPOLossConfig: expected behavior_low and behavior_cap with behavior_mode = 'icepop', got "
-                f"{self.behavior_low} and {self.behavior_cap}"
-            )
-
-    def _check(self, name: str, valid: bool, expected: str) -> None:
-        if not valid:
-            raise ValueError(f"PPOLossConfig: expected {name} {expected}, got {getattr(self, name)}")
-
-    def _native(self) -> tuple[float | int, ...]:
-        """Give the scalar arguments of the native op, in its order."""
-        return (
-            1.0 - self.clip_low,
-            1.0 + (self.clip_low if self.clip_high is None else self.clip_high),
-            math.inf if self.dual_clip is None else self.dual_clip,
-            0 if self.behavior_mode == "truncate" else 1,
-            0.0 if self.behavior_low is None else self.behavior_low,
-            math.inf if self.behavior_cap is None else self.behavior_cap,
-            ("k1", "k2", "k3").index(self.kl_estimator),
-            self.kl_coef,
-            self.entropy_coef,
-        )
-
-
-class PPOLossSummary(NamedTuple):
-    """Statistics over live tokens, each a float64 0-d tensor on the device; all 0 when no token is live.
-
-    kl_<p>_<q>_k1 and _k3 estimate KL(p || q) in nats from samples of p. loss and policy_loss are token means,
-    whatever normalizer scaled the loss. Behavior weights are those before capping; effective_sample_size, in tokens,
-    is (sum w)^2 / sum w^2 of those after it. Entries whose input was not given are 0 (weights: 1).
-    """
-
-    loss: Tensor
-    policy_loss: Tensor
-    ratio_mean: Tensor
-    clip_fraction_low: Tensor
-    clip_fraction_high: Tensor
-    clip_fraction_dual: Tensor
-    kl_proximal_current_k1: Tensor
-    kl_proximal_current_k3: Tensor
-    kl_behavior_proximal_k1: Tensor
-    kl_behavior_proximal_k3: Tensor
-    kl_current_reference_k1: Tensor
-    kl_current_reference_k3: Tensor
-    behavior_weight_mean: Tensor
-    behavior_capped_fraction: Tensor
-    behavior_masked_fraction: Tensor
-    entropy: Tensor
-    live_tokens: Tensor
-    ratio_min: Tensor
-    ratio_max: Tensor
-    behavior_weight_max: Tensor
-    effective_sample_size: Tensor
-
-
-# The layout of the raw tensor: enum Stat of csrc/ops/loss/loss.h.
-_SUMS = (
-    "live_tokens",
-    "loss",
-    "policy_loss",
-    "ratio_mean",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "clip_fraction_dual",
-    "kl_proximal_current_k1",
-    "kl_proximal_current_k3",
-    "kl_behavior_proximal_k1",
-    "kl_behavior_proximal_k3",
-    "kl_current_reference_k1",
-    "kl_current_reference_k3",
-    "behavior_weight_mean",
-    "applied_weight",
-    "applied_weight_square",
-    "behavior_capped_fraction",
-    "behavior_masked_fraction",
-    "entropy",
-)
-_MAXIMA = ("ratio_max", "negative_ratio_min", "behavior_weight_max")
-
-
-class PPOLossStats(NamedTuple):
-    """Statistics of a call as one float64 tensor: sums over live tokens, then maxima. No method synchronises.
-
-    Micro-batches and ranks combine with `merge` and `all_reduce`; `finalize` then gives means, so that the result does
-    not depend on how the batch was split.
-    """
-
-    raw: Tensor
-
-    @staticmethod
-    def merge(parts: Sequence[PPOLossStats]) -> PPOLossStats:
-        """Combine the statistics of several calls (at least one)."""
-        stacked = torch.stack([part.raw for part in parts])
-        return PPOLossStats(torch.cat((stacked[:, : len(_SUMS)].sum(0), stacked[:, len(_SUMS) :].amax(0))))
-
-    def all_reduce(self, group: Any = None) -> PPOLossStats:
-        """Combine over the ranks of a torch.distributed group; every rank gets the result."""
-        import torch.distributed as dist
-
-        sums, maxima = self.raw[: len(_SUMS)].clone(), self.raw[len(_SUMS) :].clone()
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        return PPOLossStats(torch.cat((sums, maxima)))
-
-    def finalize(self) -> PPOLossSummary:
-        """Turn sums into means over live tokens."""
-        sums, maxima = self.raw[: len(_SUMS)], self.raw[len(_SUMS) :]
-        any_live = self.raw[0] > 0
-        named = dict(zip(_SUMS, (sums / self.raw[0].clamp(min=1)).unbind(), strict=True))
-        named |= zip(_MAXIMA, torch.where(any_live, maxima, torch.zeros_like(maxima)).unbind(), strict=True)
-        named["live_tokens"] = self.raw[0]
-        named["ratio_min"] = -named.pop("negative_ratio_min")
-        weight, square = named.pop("applied_weight"), named.pop("applied_weight_square")
-        size = self.raw[0] * weight * weight / square
-        named["effective_sample_size"] = torch.where(square == 0, torch.zeros_like(size), size)
-        return PPOLossSummary(**named)
+from areal_core.ops._dispatch import OnceDifferentiable, as_int64, call
+from areal_core.ops.loss_config import PPOLossConfig
+from areal_core.ops.loss_stats import STAT_COUNT, PPOLossStats
 
 
 class PPOLossOutput(NamedTuple):
@@ -221,15 +31,20 @@ def ppo_loss(
     behavior_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    teacher_logprobs: Tensor | None = None,
+    keep_mask: Tensor | None = None,
+    versions: Tensor | None = None,
+    current_version: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     config: PPOLossConfig = _DEFAULT_CONFIG,
 ) -> PPOLossOutput:
-    """Decoupled PPO loss over packed tokens, with its gradient and its statistics from a single pass.
+    """Policy loss over packed tokens, with its gradient and its statistics from a single pass.
 
-    With u = exp(logprobs - proximal), w = exp(proximal - behavior) held constant and A the advantage:
+    With u = exp(logprobs - proximal), w = exp(proximal - behavior) held constant and A the advantage, decoupled PPO is
     term = -w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) + kl_coef kl - entropy_coef entropy, and
     loss = sum of terms over live tokens / normalizer. Without behavior_logprobs w = 1: PPO against proximal_logprobs.
+    `config` states the other objectives, levels and aggregations.
 
     Args:
         logprobs: float32 or float64 [T], nats, of the current policy; differentiable.
@@ -239,10 +54,16 @@ def ppo_loss(
         behavior_logprobs: same dtype [T], of the policy that produced the tokens.
         ref_logprobs: same dtype [T], of the reference policy: for kl_coef, and for statistics when that is 0.
         entropy: same dtype [T], nats, of the current policy; differentiable when entropy_coef is not 0.
-        cu_seqlens: int32 or int64 [S+1], checked against T on the CPU, outside a compiled graph. Token-level losses
-            do not depend on it.
-        normalizer: > 0; number or one-element tensor (not read back). None: the live tokens of this call. Give the
-            live tokens of the global batch, so that micro-batch losses add up to the loss of the batch.
+        teacher_logprobs: same dtype [T], of a teacher: for distill_coef, and for statistics when that is 0.
+        keep_mask: bool or number [T]; the policy term of a live token is left out where it is 0, but the token still
+            counts in the normalizer, the KL and the entropy. What `m2po_mask` gives.
+        versions: int64 [T], policy version that produced the token (< 0: unknown, counted as fresh); statistics only.
+        current_version: number or one-element tensor, with versions.
+        cu_seqlens: int32 or int64 [S+1], for what goes by sequence, and for the statistic live_sequences. Checked on
+            the CPU only.
+        normalizer: > 0; number or one-element tensor (not read back). None: the live tokens or sequences of this call,
+            see PPOLossConfig.aggregation. Give that of the global batch, so that micro-batch losses add up to the loss
+            of the batch. A micro-batch must hold whole sequences where the loss goes by sequence.
         config: the variant.
 
     Returns:
@@ -251,109 +72,110 @@ def ppo_loss(
     Masked tokens are never looked at: NaN or inf there changes no bit of loss, gradient or statistics, and their
     gradient is 0. With no live token loss and gradient are exactly 0. Log-ratios are clamped to [-20, 20] before exp,
     with gradient 0 beyond: a behavior logprob of -inf under a finite proximal one gives weight e^20 before capping or
-    masking. Two logprobs of -inf have log-ratio 0, without gradient. NaN at a live token makes the loss NaN. At a clip
-    edge the gradient is the unclipped one. Bitwise the same from run to run and for any number of threads; only once
-    differentiable.
+    masking. Two logprobs of -inf have log-ratio 0, without gradient. NaN at a live token makes the loss NaN, and the
+    gradient of the token (with a ratio per sequence: of the sequence). At a clip edge the gradient is the unclipped
+    one. The gradient is that of the loss as stated; with a ratio per sequence and advantages that differ within it,
+    every token of the sequence gets the same share. Bitwise the same from run to run and for any number of threads;
+    only once differentiable.
 
     Raises:
         ValueError: wrong shape or device, normalizer not > 0, or an option whose input is missing.
         TypeError: wrong dtype.
 
-    Source: PPO, arXiv 1707.06347, eq. 7; decoupled objective, arXiv 2110.00641; dual clip, arXiv 1912.09729.
+    Source: PPO, arXiv 1707.06347, eq. 7; decoupled objective, arXiv 2110.00641; dual clip, arXiv 1912.09729; the
+    variants: see PPOLossConfig.preset.
     """
-    _check_inputs(behavior_logprobs, ref_logprobs, entropy, config)
-    if cu_seqlens is not None:
-        _check_cu_seqlens(as_int64(cu_seqlens, "ppo_loss", "cu_seqlens"), logprobs.shape[0] if logprobs.dim() else 0)
-    optional = (behavior_logprobs, ref_logprobs, entropy)
-    loss, stats, _, _ = call(
+    given = {
+        "behavior_logprobs": behavior_logprobs,
+        "ref_logprobs": ref_logprobs,
+        "entropy": entropy,
+        "teacher_logprobs": teacher_logprobs,
+        "keep_mask": keep_mask,
+        "cu_seqlens": cu_seqlens,
+        "normalizer": normalizer,
+    }
+    check_inputs(given, config)
+    loss, stats, *_ = call(
         torch.ops.areal_core.ppo_loss.default,
         logprobs.contiguous(),
         proximal_logprobs.contiguous(),
         advantages.contiguous(),
         loss_mask.to(torch.bool).contiguous(),
-        *(None if x is None else x.contiguous() for x in optional),
-        _normalizer_tensor(normalizer, logprobs),
+        *(None if x is None else x.contiguous() for x in (behavior_logprobs, ref_logprobs, entropy, teacher_logprobs)),
+        None if keep_mask is None else keep_mask.to(torch.bool).contiguous(),
+        None if versions is None else as_int64(versions, "ppo_loss", "versions"),
+        _version_tensor(current_version, logprobs),
+        None if cu_seqlens is None else as_int64(cu_seqlens, "ppo_loss", "cu_seqlens"),
+        normalizer_tensor(normalizer, logprobs, "ppo_loss"),
         *config._native(),
     )
     return PPOLossOutput(loss, PPOLossStats(stats.detach()))
 
 
-def _check_inputs(
-    behavior_logprobs: Tensor | None, ref_logprobs: Tensor | None, entropy: Tensor | None, config: PPOLossConfig
-) -> None:
+def check_inputs(given: dict[str, Any], config: PPOLossConfig) -> None:
+    """Raise ValueError for an option of the config whose input was not given."""
     bounded = config.behavior_cap is not None or config.behavior_low is not None
     needs = (
-        ("behavior_logprobs", behavior_logprobs, "behavior_cap or behavior_low", bounded),
-        ("ref_logprobs", ref_logprobs, "kl_coef", config.kl_coef != 0),
-        ("entropy", entropy, "entropy_coef", config.entropy_coef != 0),
+        ("behavior_logprobs", "behavior_cap or behavior_low", bounded),
+        ("behavior_logprobs", "behavior_level", config.behavior_level != "token"),
+        ("ref_logprobs", "kl_coef", config.kl_coef != 0),
+        ("entropy", "entropy_coef", config.entropy_coef != 0),
+        ("teacher_logprobs", "distill_coef", config.distill_coef != 0),
+        ("keep_mask", "m2po_threshold", config.m2po_threshold is not None),
+        ("cu_seqlens", "a ratio, behavior weight or aggregation by sequence", config.needs_sequences),
+        ("normalizer", "aggregation = 'constant'", config.aggregation == "constant"),
     )
-    for name, tensor, option, wanted in needs:
-        if wanted and tensor is None:
+    for name, option, wanted in needs:
+        if wanted and given.get(name) is None:
             raise ValueError(f"ppo_loss: expected {name} with {option} set, got None")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
-    """Check the layout, and its values where that does not wait for a GPU."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-        raise ValueError(f"ppo_loss: expected cu_seqlens [S+1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(
-            f"ppo_loss: expected non-decreasing cu_seqlens from 0 to {tokens} (number of packed tokens), "
-            f"got {cu_seqlens.tolist()}"
-        )
-
-
-def _normalizer_tensor(normalizer: float | Tensor | None, like: Tensor) -> Tensor | None:
+def normalizer_tensor(normalizer: float | Tensor | None, like: Tensor, op: str) -> Tensor | None:
+    """Give the normalizer as the native ops take it: float64 [1] on the device, not read back."""
     if normalizer is None:
         return None
     if isinstance(normalizer, Tensor):
         if normalizer.numel() != 1:
-            raise ValueError(f"ppo_loss: expected normalizer with 1 element, got {normalizer.numel()}")
+            raise ValueError(f"{op}: expected normalizer with 1 element, got {normalizer.numel()}")
         return normalizer.detach().to(device=like.device, dtype=torch.float64).reshape(1)
     if not normalizer > 0:
-        raise ValueError(f"ppo_loss: expected normalizer > 0, got {normalizer}")
+        raise ValueError(f"{op}: expected normalizer > 0, got {normalizer}")
     return torch.full((1,), float(normalizer), dtype=torch.float64, device=like.device)
 
 
-def _fake(logprobs: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stats = logprobs.new_empty(len(_SUMS) + len(_MAXIMA), dtype=torch.float64)
-    return logprobs.new_empty(()), stats, torch.empty_like(logprobs), logprobs.new_empty(())
+def _version_tensor(version: int | Tensor | None, like: Tensor) -> Tensor | None:
+    if version is None:
+        return None
+    if isinstance(version, Tensor):
+        return version.detach().to(device=like.device, dtype=torch.int64).reshape(-1)
+    return torch.full((1,), version, dtype=torch.int64, device=like.device)
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """Passes a gradient on and refuses to be differentiated: the gradient of ppo_loss was computed, not recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("ppo_loss: expected one backward pass; the op has no second derivative")
+def _fake(logprobs: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    entropy, entropy_coef = args[5], args[-3]
+    grad_entropy = logprobs.new_empty(logprobs.shape if entropy is not None and entropy_coef != 0 else (0,))
+    stats = logprobs.new_empty(STAT_COUNT, dtype=torch.float64)
+    return logprobs.new_empty(()), stats, torch.empty_like(logprobs), grad_entropy, logprobs.new_empty(())
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logprobs, _, _, loss_mask, _, _, entropy, *_, entropy_coef = inputs
-    _, stats, grad_logprobs, scale = output
-    ctx.mark_non_differentiable(stats, grad_logprobs, scale)
-    ctx.entropy_coef = entropy_coef
-    ctx.save_for_backward(logprobs, loss_mask, entropy, grad_logprobs, scale)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.input_count = len(inputs)
+    ctx.save_for_backward(inputs[0], inputs[6], *output[2:])
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    logprobs, loss_mask, entropy, grad_logprobs, scale = ctx.saved_tensors
+    logprobs, entropy, grad_logprobs, grad_entropy, scale = ctx.saved_tensors
     sources = [x for x in (grad_loss, logprobs, entropy) if x is not None]
-    grads: list[Tensor | None] = [None] * 17
+    grads: list[Tensor | None] = [None] * ctx.input_count
     with torch.no_grad():
         factor = grad_loss * scale
         if ctx.needs_input_grad[0]:
             grads[0] = grad_logprobs * factor
         if ctx.needs_input_grad[6]:
-            grads[6] = torch.where(loss_mask, -ctx.entropy_coef * factor, torch.zeros_like(factor))
-    once: Any = _OnceDifferentiable.apply
-    return tuple(None if grad is None else once(grad, *sources) for grad in grads)
+            grads[6] = grad_entropy * factor if grad_entropy.numel() else torch.zeros_like(entropy)
+    once: Any = OnceDifferentiable.apply
+    return tuple(None if grad is None else once("ppo_loss", grad, *sources) for grad in grads)
 
 
 torch.library.register_fake("areal_core::ppo_loss", _fake)

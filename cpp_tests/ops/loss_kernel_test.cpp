@@ -1,6 +1,7 @@
 // The policy loss kernels against the fp64 CPU version.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -18,49 +19,94 @@ using loss::PolicyLossParams;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
+PolicyLossParams default_params() {
+  PolicyLossParams params;
+  params.ratio_high = 1.28;
+  params.dual_clip = 1.5;
+  params.behavior_cap = 1.2;
+  params.kl_coef = 0.1;
+  params.entropy_coef = 0.01;
+  params.distill_coef = 0.2;
+  return params;
+}
+
 // Inputs of a call and room for its outputs.
 template <class Real>
 struct Call {
-  PolicyLossParams params{0.8, 1.28, 1.5, loss::BehaviorMode::kTruncate, 0.0, 1.2, loss::KlEstimator::kK3, 0.1, 0.01};
-  std::vector<Real> inputs[6];  // in the order of PolicyLossArgs
-  std::vector<unsigned char> mask;
+  PolicyLossParams params = default_params();
+  std::vector<Real> inputs[7];  // in the order of PolicyLossArgs
+  std::vector<unsigned char> mask, keep;
+  std::vector<int64_t> versions, cu_seqlens;
+  int64_t current_version = 9;
   std::vector<double> normalizer{37.0};
-  std::vector<Real> grad, scalars{0, 0};
+  std::vector<Real> grad, grad_entropy, scalars{0, 0};
   std::vector<double> stats, scratch;
+  std::vector<loss::SequenceValues> sequence_scratch;
   bool has_optional = true;
 
-  explicit Call(int64_t tokens) : mask(static_cast<size_t>(tokens)) {
+  explicit Call(int64_t tokens)
+      : mask(static_cast<size_t>(tokens)), keep(mask.size()), versions(mask.size()), cu_seqlens{0, 0} {
     std::mt19937 random(static_cast<unsigned>(tokens));
     std::normal_distribution<double> normal;
     for (auto& input : inputs) input.resize(mask.size());
     for (size_t t = 0; t < mask.size(); ++t) {
       const double proximal = -0.5 - std::fabs(normal(random));
-      const double values[6] = {proximal + 0.3 * normal(random),
+      const double values[7] = {proximal + 0.3 * normal(random),
                                 proximal,
                                 normal(random),
                                 proximal + 0.3 * normal(random),
                                 proximal + 0.3 * normal(random),
-                                std::fabs(normal(random))};
+                                std::fabs(normal(random)),
+                                proximal + 0.3 * normal(random)};
       // Rounded to float for both precisions, so that they compute the same function of the same numbers.
-      for (int i = 0; i < 6; ++i) inputs[i][t] = static_cast<Real>(static_cast<float>(values[i]));
+      for (int i = 0; i < 7; ++i) inputs[i][t] = static_cast<Real>(static_cast<float>(values[i]));
       mask[t] = random() % 4 != 0;
+      keep[t] = random() % 8 != 0;
+      versions[t] = static_cast<int64_t>(random() % 10) - 1;
+    }
+    // Sequences of mixed lengths, some of them empty, some longer than a block of threads.
+    while (cu_seqlens.back() < tokens) {
+      const int64_t length = std::vector<int64_t>{1, 0, 5, 300, 33, 1500}[random() % 6];
+      cu_seqlens.push_back(std::min(tokens, cu_seqlens.back() + length));
     }
   }
 
   PolicyLossArgs<Real> args() {
     const int64_t tokens = static_cast<int64_t>(mask.size());
     grad.assign(mask.size(), Real(NAN));
+    grad_entropy.assign(mask.size(), Real(NAN));
     stats.assign(loss::kStatCount, NAN);
     scratch.assign(static_cast<size_t>(loss::kStatCount * loss::block_count(tokens)), NAN);
-    const auto optional = [&](int i) { return has_optional ? inputs[i].data() : nullptr; };
-    return {params,           tokens,
-            inputs[0].data(), inputs[1].data(),
-            inputs[2].data(), reinterpret_cast<const bool*>(mask.data()),
-            optional(3),      optional(4),
-            optional(5),      has_optional ? normalizer.data() : nullptr,
-            &scalars[0],      stats.data(),
-            grad.data(),      &scalars[1],
-            scratch.data()};
+    sequence_scratch.assign(cu_seqlens.size() - 1, {NAN, NAN, NAN, NAN});
+    PolicyLossArgs<Real> a = {};
+    a.params = params;
+    a.tokens = tokens;
+    a.logprobs = inputs[0].data();
+    a.proximal_logprobs = inputs[1].data();
+    a.advantages = inputs[2].data();
+    a.loss_mask = reinterpret_cast<const bool*>(mask.data());
+    if (has_optional) {
+      a.behavior_logprobs = inputs[3].data();
+      a.ref_logprobs = inputs[4].data();
+      a.entropy = inputs[5].data();
+      a.teacher_logprobs = inputs[6].data();
+      a.keep_mask = reinterpret_cast<const bool*>(keep.data());
+      a.versions = versions.data();
+      a.current_version = &current_version;
+      a.normalizer = normalizer.data();
+      a.grad_entropy = grad_entropy.data();
+    }
+    if (has_optional || loss::needs_sequences(params)) {
+      a.cu_seqlens = cu_seqlens.data();
+      a.sequences = static_cast<int64_t>(cu_seqlens.size()) - 1;
+      a.sequence_scratch = sequence_scratch.data();
+    }
+    a.loss = &scalars[0];
+    a.stats = stats.data();
+    a.grad_logprobs = grad.data();
+    a.scale = &scalars[1];
+    a.scratch = scratch.data();
+    return a;
   }
 };
 
@@ -69,7 +115,13 @@ void expect_close(const Call<Real>& call, const Call<double>& truth, double tole
   const double tokens = 1.0 + static_cast<double>(call.mask.size());
   for (size_t i = 0; i < 2; ++i)
     EXPECT_NEAR(call.scalars[i], truth.scalars[i], tolerance * (1 + truth.scalars[1] * tokens));
-  for (size_t t = 0; t < call.mask.size(); ++t) ASSERT_NEAR(call.grad[t], truth.grad[t], 4 * tolerance) << t;
+  for (size_t t = 0; t < call.mask.size(); ++t) {
+    const double bound = tolerance * std::max(4.0, 4 * std::fabs(static_cast<double>(truth.grad[t])));
+    ASSERT_NEAR(call.grad[t], truth.grad[t], bound) << t;
+    if (call.has_optional) {
+      ASSERT_NEAR(call.grad_entropy[t], truth.grad_entropy[t], tolerance) << t;
+    }
+  }
   for (int i = 0; i < loss::kStatCount; ++i) {
     EXPECT_NEAR(call.stats[i], truth.stats[i], tolerance * std::max(tokens, std::fabs(truth.stats[i]))) << i;
   }
@@ -100,14 +152,43 @@ TEST(PolicyLossKernel, MatchesTheCpu) {
   }
 }
 
-TEST(PolicyLossKernel, MatchesTheCpuForEveryParameter) {
-  for (const auto estimator : {loss::KlEstimator::kK1, loss::KlEstimator::kK2, loss::KlEstimator::kK3}) {
+void check_params(const PolicyLossParams& params) {
+  const int64_t tokens = cuda_shim::variant() == cuda_shim::Variant::kPlain ? 2777 : 500;
+  for (const bool has_optional : {true, false}) {
+    Call<float> call(tokens);
+    Call<double> truth(tokens);
+    call.params = truth.params = params;
+    call.has_optional = truth.has_optional = has_optional;
+    check_kernel(call, truth);
+  }
+}
+
+TEST(PolicyLossKernel, MatchesTheCpuForEveryObjectiveAndRatio) {
+  for (int objective = 0; objective < loss::kObjectiveCount; ++objective) {
+    for (int level = 0; level < loss::kRatioLevelCount; ++level) {
+      SCOPED_TRACE(::testing::Message() << "objective " << objective << " level " << level);
+      PolicyLossParams params = default_params();
+      params.objective = static_cast<loss::Objective>(objective);
+      params.ratio_level = static_cast<loss::RatioLevel>(level);
+      if (params.ratio_level == loss::RatioLevel::kOff && params.objective != loss::Objective::kReinforce) continue;
+      params.aggregation = static_cast<loss::Aggregation>(level);
+      check_params(params);
+    }
+  }
+}
+
+TEST(PolicyLossKernel, MatchesTheCpuForEveryEstimatorAndWeight) {
+  for (int estimator = 0; estimator < loss::kKlEstimatorCount; ++estimator) {
     for (const auto mode : {loss::BehaviorMode::kTruncate, loss::BehaviorMode::kMask}) {
-      Call<float> call(777);
-      Call<double> truth(777);
-      call.params = truth.params = {0.9, 1.1,       kInf, mode, mode == loss::BehaviorMode::kMask ? 0.9 : 0.0,
-                                    1.1, estimator, 0.2,  0.0};
-      check_kernel(call, truth);
+      PolicyLossParams params;
+      params.kl_estimator = static_cast<loss::KlEstimator>(estimator);
+      params.kl_coef = 0.2;
+      params.behavior_mode = mode;
+      params.behavior_low = mode == loss::BehaviorMode::kMask ? 0.9 : 0.0;
+      params.behavior_cap = 1.1;
+      params.behavior_level = static_cast<loss::BehaviorLevel>(estimator % loss::kBehaviorLevelCount);
+      params.aggregation = static_cast<loss::Aggregation>(estimator);
+      check_params(params);
     }
   }
 }

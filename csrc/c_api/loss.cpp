@@ -13,6 +13,8 @@ namespace areal::c_api {
 namespace {
 
 constexpr const char* kStatNames[] = {"live_tokens",
+                                      "live_sequences",
+                                      "loss_weight",
                                       "loss",
                                       "policy_loss",
                                       "ratio",
@@ -25,15 +27,20 @@ constexpr const char* kStatNames[] = {"live_tokens",
                                       "kl_behavior_proximal_k3",
                                       "kl_current_reference_k1",
                                       "kl_current_reference_k3",
+                                      "kl_proximal_teacher_k1",
+                                      "kl_proximal_teacher_k3",
                                       "behavior_weight",
                                       "applied_weight",
                                       "applied_weight_square",
                                       "behavior_capped",
                                       "behavior_masked",
+                                      "dropped",
                                       "entropy",
+                                      "staleness",
                                       "ratio_max",
                                       "negative_ratio_min",
-                                      "behavior_weight_max"};
+                                      "behavior_weight_max",
+                                      "staleness_max"};
 static_assert(std::size(kStatNames) == loss::kStatCount, "name every statistic of loss.h");
 
 double or_infinity(double value) { return value == 0 ? std::numeric_limits<double>::infinity() : value; }

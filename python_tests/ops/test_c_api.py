@@ -25,7 +25,7 @@ from torch import Tensor
 
 import areal_core
 from areal_core import ops
-from areal_core.ops.loss import _MAXIMA, _SUMS
+from areal_core.ops.loss_stats import _MAXIMA, _SUMS
 
 ROOT = Path(__file__).parents[2]
 CU = torch.tensor([0, 3, 3, 10, 12])

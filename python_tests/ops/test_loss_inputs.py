@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import RUNNABLE_ISAS, VARIANTS, make_batch, run
+from loss_cases import CURRENT_VERSION, RUNNABLE_ISAS, VARIANTS, make_batch, run
 from op_checks import assert_same_bits
 
 from areal_core import _C, ops
@@ -15,7 +15,7 @@ from areal_core.ops import PPOLossConfig
 JUNK = (math.nan, math.inf, -math.inf, 3e38, -91.0)
 
 
-@pytest.mark.parametrize("variant", ["default", "mask", "all"])
+@pytest.mark.parametrize("variant", ["mask", "all", "cispo", "sapo", "gspo_weighted", "gspo_weight_sequence", "gmpo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_masked_tokens_are_never_looked_at(variant: str, dtype: torch.dtype, isa: str) -> None:
@@ -23,7 +23,9 @@ def test_masked_tokens_are_never_looked_at(variant: str, dtype: torch.dtype, isa
     batch = make_batch(2500, dtype)
     dirty = {name: tensor.clone() for name, tensor in batch.items()}
     masked = ~batch["loss_mask"]
-    for i, name in enumerate(sorted(set(batch) - {"loss_mask"})):
+    dirty["keep_mask"][masked] ^= True
+    dirty["versions"][masked] = -(2**60)
+    for i, name in enumerate(sorted(name for name in batch if batch[name].is_floating_point())):
         dirty[name][masked] = torch.tensor([JUNK[(i + t) % len(JUNK)] for t in range(int(masked.sum()))], dtype=dtype)
     for clean, junk in zip(run(batch, VARIANTS[variant]), run(dirty, VARIANTS[variant]), strict=True):
         assert_same_bits(clean, junk)
@@ -49,6 +51,18 @@ def test_nan_at_a_live_token_shows_and_stays_there() -> None:
     loss, grad, _, _ = run(batch, VARIANTS["all"])
     assert loss.isnan()
     assert grad.isnan().nonzero().flatten().tolist() == [70]
+
+
+@pytest.mark.parametrize("variant", ["gspo", "gmpo", "sapo_sequence", "product"])
+@pytest.mark.parametrize("name", ["logprobs", "advantages"])
+def test_nan_reaches_the_sequence_that_shares_a_ratio_and_no_other(variant: str, name: str) -> None:
+    batch = make_batch(100)
+    del batch["keep_mask"]
+    batch["cu_seqlens"], batch["loss_mask"] = torch.tensor([0, 30, 30, 75, 100]), torch.arange(100) != 40
+    batch[name][70] = math.nan
+    loss, grad, _, _ = run(batch, VARIANTS[variant])
+    assert loss.isnan()
+    assert grad.isnan().nonzero().flatten().tolist() == [t for t in range(30, 75) if t != 40]
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
@@ -102,6 +116,7 @@ def test_masks_of_any_dtype_and_strided_inputs(mask_dtype: torch.dtype) -> None:
 def test_normalizers() -> None:
     batch = make_batch(60)
     live = int(batch["loss_mask"].sum())
+    batch = {name: x for name, x in batch.items() if name != "versions"}
     default = ops.ppo_loss(**batch).loss
     for normalizer in (live, float(live), torch.tensor(live), torch.tensor([float(live)])):
         assert torch.equal(ops.ppo_loss(**batch, normalizer=normalizer).loss, default)
@@ -112,24 +127,29 @@ def test_normalizers() -> None:
 
 def test_a_reference_without_coefficient_feeds_statistics_only() -> None:
     batch = make_batch(60)
-    without = {name: x for name, x in batch.items() if name not in ("ref_logprobs", "entropy")}
+    without = {name: x for name, x in batch.items() if name not in ("ref_logprobs", "entropy", "versions")}
     poisoned = {**batch, "ref_logprobs": batch["ref_logprobs"] * math.nan, "entropy": batch["entropy"] * math.nan}
     for a, b in zip(run(batch, VARIANTS["default"])[:2], run(poisoned, VARIANTS["default"])[:2], strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(ops.ppo_loss(**without).loss, ops.ppo_loss(**batch).loss)
+    assert torch.equal(ops.ppo_loss(**without).loss, run(batch, VARIANTS["default"])[0])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio_level": "sequence"}, "ratio_level in ('token',), got 'sequence'"),
-        ({"objective": "cispo"}, "objective in ('ppo',), got 'cispo'"),
-        ({"objective": "sapo"}, "objective"),
-        ({"objective": "reinforce"}, "objective"),
-        ({"aggregation": "sequence_mean"}, "aggregation"),
-        ({"behavior_level": "sequence"}, "behavior_level"),
-        ({"behavior_mode": "clip"}, "behavior_mode"),
-        ({"kl_estimator": "k3_unbiased"}, "kl_estimator"),
+        ({"ratio_level": "seq"}, "ratio_level in ('token', 'sequence', 'sequence_product', 'off'), got 'seq'"),
+        ({"objective": "gspo"}, "objective in ('ppo', 'cispo', 'sapo', 'gmpo', 'reinforce'), got 'gspo'"),
+        ({"aggregation": "token-mean"}, "aggregation in ('token_mean', 'sequence_mean_token_sum', "),
+        ({"behavior_level": "product"}, "behavior_level in ('token', 'sequence', 'geometric'), got 'product'"),
+        ({"behavior_mode": "clip"}, "behavior_mode in ('truncate', 'mask', 'icepop'), got 'clip'"),
+        ({"kl_estimator": "k4"}, "kl_estimator in ('k1', 'k2', 'k3', 'k3_unbiased'), got 'k4'"),
+        ({"objective": "gmpo"}, "ratio_level = 'sequence' with objective = 'gmpo', got 'token'"),
+        ({"ratio_level": "off"}, "ratio_level other than 'off' with objective = 'ppo'"),
+        ({"objective": "sapo", "dual_clip": 3.0}, "dual_clip = None with objective = 'sapo', got 3.0"),
+        ({"tau_positive": 0.0}, "tau_positive > 0 and finite, got 0.0"),
+        ({"tau_negative": math.inf}, "tau_negative"),
+        ({"distill_coef": math.nan}, "distill_coef"),
+        ({"m2po_threshold": 0.0}, "m2po_threshold > 0, got 0.0"),
         ({"clip_low": 1.5}, "clip_low in [0, 1], got 1.5"),
         ({"clip_low": math.nan}, "clip_low"),
         ({"clip_high": -0.1}, "clip_high"),
@@ -158,12 +178,18 @@ def test_a_config_out_of_range_names_the_option(options: dict[str, Any], message
         ),
         ({"ref_logprobs": None, "config": VARIANTS["k3"]}, ValueError, "ref_logprobs with kl_coef"),
         ({"entropy": None, "config": VARIANTS["entropy"]}, ValueError, "entropy with entropy_coef"),
+        ({"teacher_logprobs": None, "config": VARIANTS["distill"]}, ValueError, "teacher_logprobs with distill_coef"),
+        ({"keep_mask": None, "config": PPOLossConfig.preset("m2po")}, ValueError, "keep_mask with m2po_threshold"),
+        ({"cu_seqlens": None, "config": VARIANTS["gspo"]}, ValueError, "cu_seqlens with a ratio, .* by sequence set"),
+        ({"config": PPOLossConfig.preset("dr_grpo")}, ValueError, "normalizer with aggregation = 'constant' set"),
+        ({"current_version": None}, ValueError, "versions and current_version together"),
+        ({"versions": torch.zeros(5)}, TypeError, "versions of an integer dtype"),
         ({"normalizer": 0.0}, ValueError, "normalizer > 0"),
         ({"normalizer": math.nan}, ValueError, "normalizer > 0"),
         ({"normalizer": torch.ones(2)}, ValueError, "normalizer with 1 element"),
         ({"cu_seqlens": torch.ones(2)}, TypeError, "cu_seqlens of an integer dtype"),
-        ({"cu_seqlens": torch.tensor([[0, 5]])}, ValueError, r"cu_seqlens \[S\+1\]"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens from 0 to 5 .*, got .0, 4"),
+        ({"cu_seqlens": torch.tensor([[0, 5]])}, ValueError, r"cu_seqlens of shape \[2\], got 2-D"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"cu_seqlens\[-1\] = 5 .*, got 4"),
         ({"cu_seqlens": torch.tensor([0, 6, 5])}, ValueError, "non-decreasing cu_seqlens"),
         ({"advantages": torch.zeros(4)}, ValueError, r"advantages of shape \[5\]"),
         ({"loss_mask": torch.ones(5, 1)}, ValueError, "loss_mask"),
@@ -174,12 +200,20 @@ def test_a_config_out_of_range_names_the_option(options: dict[str, Any], message
 )
 def test_bad_arguments_name_themselves(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match="ppo_loss: expected .*" + message):
-        ops.ppo_loss(**{**make_batch(5), **change})
+        ops.ppo_loss(**{**make_batch(5), "current_version": CURRENT_VERSION, **change})
 
 
 def test_cu_seqlens_do_not_change_a_token_level_loss() -> None:
-    batch = make_batch(9)
+    batch = {name: x for name, x in make_batch(9).items() if name != "versions"}
+    without = {name: x for name, x in batch.items() if name != "cu_seqlens"}
     for dtype in (torch.int32, torch.int64):
-        assert torch.equal(
-            ops.ppo_loss(**batch, cu_seqlens=torch.tensor([0, 4, 9], dtype=dtype)).loss, ops.ppo_loss(**batch).loss
-        )
+        out = ops.ppo_loss(**{**batch, "cu_seqlens": torch.tensor([0, 4, 9], dtype=dtype)})
+        torch.testing.assert_close(out.loss, ops.ppo_loss(**without).loss)  # fp32 sums in another order
+        assert int(out.stats.finalize().live_sequences) == 2
+
+
+def test_presets_are_known_by_name_and_may_be_changed() -> None:
+    gspo = PPOLossConfig.preset("gspo", entropy_coef=0.01)
+    assert (gspo.ratio_level, gspo.clip_low, gspo.clip_high, gspo.entropy_coef) == ("sequence", 3e-4, 4e-4, 0.01)
+    with pytest.raises(ValueError, match=r"expected preset in \('ppo', 'grpo', 'dapo', .*\), got 'dpo'"):
+        PPOLossConfig.preset("dpo")

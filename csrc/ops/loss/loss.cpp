@@ -1,13 +1,17 @@
+#include <algorithm>
+
 #include "base/threads.h"
 #include "ops/loss/loss_math.h"
 
 namespace areal {
 namespace {
 
-void block_of(const loss::PolicyLossArgs<float>& args, int64_t block) {
-  AREAL_ISA_DISPATCH(policy_loss_block(args, block));
+template <class Real>
+void sequences_of(const loss::PolicyLossArgs<Real>& args, int64_t begin, int64_t end) {
+  AREAL_ISA_DISPATCH(policy_loss_sequences(args, begin, end));
 }
-void block_of(const loss::PolicyLossArgs<double>& args, int64_t block) {
+template <class Real>
+void block_of(const loss::PolicyLossArgs<Real>& args, int64_t block) {
   AREAL_ISA_DISPATCH(policy_loss_block(args, block));
 }
 
@@ -28,6 +32,10 @@ template <class Real>
 void run(const loss::PolicyLossArgs<Real>& args) {
   const int64_t blocks = loss::block_count(args.tokens);
   constexpr int64_t kGrainBlocks = 8;  // 16k tokens: about 50 us, well above the cost of waking a thread
+  if (args.cu_seqlens != nullptr && args.tokens > 0) {
+    const int64_t grain = std::max<int64_t>(kGrainBlocks * loss::kBlockTokens * args.sequences / args.tokens, 1);
+    parallel_for(0, args.sequences, grain, [&](int64_t begin, int64_t end) { sequences_of(args, begin, end); });
+  }
   parallel_for(0, blocks, kGrainBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) block_of(args, block);
   });

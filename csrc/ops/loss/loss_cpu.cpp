@@ -1,6 +1,6 @@
-// The policy loss of one block of tokens: fp32 a vector at a time, fp64 token by token.
+// The policy loss of some sequences, and of one block of tokens: fp32 a vector at a time, fp64 token by token.
 #include "base/simd.h"
-#include "ops/loss/loss_math.h"
+#include "ops/loss/loss_sequence.h"
 
 namespace areal::AREAL_ISA {
 namespace {
@@ -10,7 +10,11 @@ using loss::ExpTerms;
 using loss::LossConstants;
 using loss::PolicyLossArgs;
 using loss::ScalarLane;
+using loss::SequenceSums;
+using loss::SequenceTerms;
+using loss::SequenceValues;
 using loss::TokenInputs;
+using loss::TokenLoss;
 
 typedef uint8_t VecB __attribute__((vector_size(kLanes)));
 
@@ -26,8 +30,9 @@ struct VectorLane {
     return {fma(e.scale, body, e.scale), expm1, select(e.scale == splat(1), tail, expm1 - y)};
   }
 };
+using DoubleLane = ScalarLane<double>;
 
-AREAL_INLINE VecI load_live(const bool* mask) {
+AREAL_INLINE VecI load_mask(const bool* mask) {
   VecB bytes;
   std::memcpy(&bytes, mask, sizeof bytes);
   return __builtin_convertvector(bytes, VecI) != 0;
@@ -40,104 +45,275 @@ AREAL_INLINE bool none(const bool* mask) {
   return any == 0;
 }
 
+AREAL_INLINE VecI first_lanes(int64_t count) {
+  VecI lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane < static_cast<int32_t>(count < kLanes ? count : kLanes);
+}
+
 // The lane's element where live, else 0: whatever a masked token holds is dropped here.
 AREAL_INLINE VecF load_live_or_zero(const float* p, VecI live) { return select(live, load(p), splat(0.0f)); }
 
-AREAL_INLINE void accumulate_vector(const LossConstants<VectorLane>& c, const PolicyLossArgs<float>& a, int64_t t,
-                                    Accumulator<VecF>& acc) {
-  if (none(a.loss_mask + t)) return store(a.grad_logprobs + t, splat(0.0f));
-  const VecI live = load_live(a.loss_mask + t);
+AREAL_INLINE TokenInputs<VectorLane> load_tokens(const LossConstants<VectorLane>& c, const PolicyLossArgs<float>& a,
+                                                 int64_t t, VecI live) {
   TokenInputs<VectorLane> x = {};
+  x.live = live;
   x.logprob = load_live_or_zero(a.logprobs + t, live);
   x.proximal = load_live_or_zero(a.proximal_logprobs + t, live);
   x.advantage = load_live_or_zero(a.advantages + t, live);
   if (c.has_behavior) x.behavior = load_live_or_zero(a.behavior_logprobs + t, live);
   if (c.has_reference) x.reference = load_live_or_zero(a.ref_logprobs + t, live);
   if (c.has_entropy) x.entropy = load_live_or_zero(a.entropy + t, live);
-  store(a.grad_logprobs + t, loss::accumulate_tokens<VectorLane>(c, x, live, acc));
+  if (c.has_teacher) x.teacher = load_live_or_zero(a.teacher_logprobs + t, live);
+  if (c.has_keep_mask) x.keep = load_mask(a.keep_mask + t);
+  return x;
 }
 
-// The tail of the array: copied to a padded vector whose last lanes are masked.
-AREAL_INLINE void accumulate_tail(const LossConstants<VectorLane>& c, const PolicyLossArgs<float>& a, int64_t t,
-                                  int64_t count, Accumulator<VecF>& acc) {
-  float lanes[7][kLanes] = {};
-  bool mask[kLanes] = {};
-  const auto copy = [&](float* to, const float* from) {
-    if (from != nullptr) std::memcpy(to, from + t, static_cast<size_t>(count) * sizeof(float));
-    return from != nullptr ? to : nullptr;
-  };
-  std::memcpy(mask, a.loss_mask + t, static_cast<size_t>(count));
-  PolicyLossArgs<float> padded = a;
-  padded.loss_mask = mask;
-  padded.logprobs = copy(lanes[0], a.logprobs);
-  padded.proximal_logprobs = copy(lanes[1], a.proximal_logprobs);
-  padded.advantages = copy(lanes[2], a.advantages);
-  padded.behavior_logprobs = copy(lanes[3], a.behavior_logprobs);
-  padded.ref_logprobs = copy(lanes[4], a.ref_logprobs);
-  padded.entropy = copy(lanes[5], a.entropy);
-  padded.grad_logprobs = lanes[6];
-  accumulate_vector(c, padded, 0, acc);
-  std::memcpy(a.grad_logprobs + t, lanes[6], static_cast<size_t>(count) * sizeof(float));
+AREAL_INLINE TokenInputs<DoubleLane> load_token(const PolicyLossArgs<double>& a, int64_t t) {
+  TokenInputs<DoubleLane> x = {};
+  x.live = true;
+  x.logprob = a.logprobs[t];
+  x.proximal = a.proximal_logprobs[t];
+  x.advantage = a.advantages[t];
+  if (a.behavior_logprobs != nullptr) x.behavior = a.behavior_logprobs[t];
+  if (a.ref_logprobs != nullptr) x.reference = a.ref_logprobs[t];
+  if (a.entropy != nullptr) x.entropy = a.entropy[t];
+  if (a.teacher_logprobs != nullptr) x.teacher = a.teacher_logprobs[t];
+  if (a.keep_mask != nullptr) x.keep = a.keep_mask[t];
+  return x;
 }
 
-// fp32 lanes hold the sums of kRunVectors tokens each; runs are added in fp64.
+// Fewer than a vector of tokens at the end of an array: copies, padded with masked tokens. The gradients land in the
+// copy too; store() takes them home.
+struct PaddedTokens {
+  float lanes[9][kLanes] = {};
+  bool mask[kLanes] = {}, keep[kLanes] = {};
+  PolicyLossArgs<float> args;
+
+  AREAL_INLINE PaddedTokens(const PolicyLossArgs<float>& a, int64_t t, int64_t count) : args(a) {
+    std::memcpy(mask, a.loss_mask + t, static_cast<size_t>(count));
+    if (a.keep_mask != nullptr) std::memcpy(keep, a.keep_mask + t, static_cast<size_t>(count));
+    args.loss_mask = mask;
+    args.keep_mask = a.keep_mask != nullptr ? keep : nullptr;
+    args.logprobs = copy(0, a.logprobs, t, count);
+    args.proximal_logprobs = copy(1, a.proximal_logprobs, t, count);
+    args.advantages = copy(2, a.advantages, t, count);
+    args.behavior_logprobs = copy(3, a.behavior_logprobs, t, count);
+    args.ref_logprobs = copy(4, a.ref_logprobs, t, count);
+    args.entropy = copy(5, a.entropy, t, count);
+    args.teacher_logprobs = copy(6, a.teacher_logprobs, t, count);
+    args.grad_logprobs = lanes[7];
+    args.grad_entropy = a.grad_entropy != nullptr ? lanes[8] : nullptr;
+  }
+  AREAL_INLINE const float* copy(int i, const float* from, int64_t t, int64_t count) {
+    if (from != nullptr) std::memcpy(lanes[i], from + t, static_cast<size_t>(count) * sizeof(float));
+    return from != nullptr ? lanes[i] : nullptr;
+  }
+  AREAL_INLINE void store(const PolicyLossArgs<float>& a, int64_t t, int64_t count) const {
+    std::memcpy(a.grad_logprobs + t, lanes[7], static_cast<size_t>(count) * sizeof(float));
+    if (a.grad_entropy != nullptr) {
+      std::memcpy(a.grad_entropy + t, lanes[8], static_cast<size_t>(count) * sizeof(float));
+    }
+  }
+};
+
+// fp32 lanes hold the sums of kRunVectors vectors each; runs are added in fp64.
 constexpr int64_t kRunVectors = 16;
 
-AREAL_INLINE void drain(Accumulator<VecF>& run, Accumulator<double>& block) {
-  for (int i = 0; i < loss::kSumCount; ++i) block.sum[i] += static_cast<double>(reduce_add(run.sum[i]));
-  for (int i = 0; i < loss::kMaxCount; ++i) {
-    const double max = static_cast<double>(reduce_max(run.max[i]));
-    if (max > block.max[i]) block.max[i] = max;
+// Statistics of a block of which those of the last few vectors are still in lanes.
+struct VectorTally {
+  Accumulator<VecF> run;
+  Accumulator<double> block;
+  int64_t vectors = 0;
+
+  AREAL_INLINE VectorTally() {
+    loss::reset<VectorLane>(run);
+    loss::reset<DoubleLane>(block);
   }
-  loss::reset<VectorLane>(run);
+  AREAL_INLINE void count_vector() {
+    if (++vectors % kRunVectors == 0) drain();
+  }
+  AREAL_INLINE void drain() {
+    for (int i = 0; i < loss::kSumCount; ++i) block.sum[i] += static_cast<double>(reduce_add(run.sum[i]));
+    for (int i = 0; i < loss::kMaxCount; ++i) {
+      const double max = static_cast<double>(reduce_max(run.max[i]));
+      if (max > block.max[i]) block.max[i] = max;
+    }
+    loss::reset<VectorLane>(run);
+  }
+};
+
+struct DoubleTally {
+  Accumulator<double> block;
+  AREAL_INLINE DoubleTally() { loss::reset<DoubleLane>(block); }
+  AREAL_INLINE void drain() {}
+};
+
+template <class Real>
+struct Step {
+  using Lane = VectorLane;
+  using Tally = VectorTally;
+};
+template <>
+struct Step<double> {
+  using Lane = DoubleLane;
+  using Tally = DoubleTally;
+};
+
+// The sums of a sequence. ---------------------------------------------------------------------------------------------
+
+AREAL_INLINE int64_t count_live(const bool* mask, int64_t begin, int64_t end) {
+  int64_t live = 0;
+  for (int64_t t = begin; t < end; ++t) live += mask[t];
+  return live;
 }
 
-AREAL_INLINE void accumulate(const PolicyLossArgs<float>& a, int64_t begin, int64_t end, Accumulator<double>& block) {
-  const LossConstants<VectorLane> c = loss::loss_constants<VectorLane>(a);
-  Accumulator<VecF> run;
-  loss::reset<VectorLane>(run);
-  int64_t t = begin;
-  while (t + kLanes <= end) {
-    const int64_t full = begin + (end - begin) / kLanes * kLanes, stop = t + kRunVectors * kLanes;
-    for (; t < (stop < full ? stop : full); t += kLanes) accumulate_vector(c, a, t, run);
-    drain(run, block);
+AREAL_INLINE void drain(SequenceSums<VecF>& run, SequenceSums<double>& sums) {
+  sums.live += static_cast<double>(reduce_add(run.live));
+  sums.log_ratio += static_cast<double>(reduce_add(run.log_ratio));
+  sums.log_weight += static_cast<double>(reduce_add(run.log_weight));
+  sums.positive += static_cast<double>(reduce_add(run.positive));
+  sums.negative += static_cast<double>(reduce_add(run.negative));
+  run = SequenceSums<VecF>{};
+}
+
+template <class Variant>
+AREAL_INLINE void sum_tokens(const LossConstants<VectorLane>& c, const PolicyLossArgs<float>& a, int64_t begin,
+                             int64_t end, SequenceSums<double>& sums) {
+  SequenceSums<VecF> run = {};
+  int64_t vectors = 0, t = begin;
+  for (; t + kLanes <= end; t += kLanes) {
+    if (!none(a.loss_mask + t)) {
+      loss::accumulate_sequence<Variant>(c, load_tokens(c, a, t, load_mask(a.loss_mask + t)), run);
+    }
+    if (++vectors % kRunVectors == 0) drain(run, sums);
   }
   if (t < end) {
-    accumulate_tail(c, a, t, end - t, run);
-    drain(run, block);
+    const PaddedTokens padded(a, t, end - t);
+    loss::accumulate_sequence<Variant>(c, load_tokens(c, padded.args, 0, load_mask(padded.mask)), run);
+  }
+  drain(run, sums);
+}
+
+template <class Variant>
+AREAL_INLINE void sum_tokens(const LossConstants<DoubleLane>& c, const PolicyLossArgs<double>& a, int64_t begin,
+                             int64_t end, SequenceSums<double>& sums) {
+  for (int64_t t = begin; t < end; ++t) {
+    if (a.loss_mask[t]) loss::accumulate_sequence<Variant>(c, load_token(a, t), sums);
   }
 }
 
-AREAL_INLINE void accumulate(const PolicyLossArgs<double>& a, int64_t begin, int64_t end, Accumulator<double>& block) {
-  using Lane = ScalarLane<double>;
-  const LossConstants<Lane> c = loss::loss_constants<Lane>(a);
+template <class Variant, class Real>
+void run_sequences(const PolicyLossArgs<Real>& a, int64_t begin, int64_t end) {
+  const auto c = loss::loss_constants<typename Step<Real>::Lane>(a);
+  for (int64_t s = begin; s < end; ++s) {
+    SequenceSums<double> sums = {};
+    if (loss::sums_logprobs<Variant>(c)) {
+      sum_tokens<Variant>(c, a, a.cu_seqlens[s], a.cu_seqlens[s + 1], sums);
+    } else {
+      sums.live = static_cast<double>(count_live(a.loss_mask, a.cu_seqlens[s], a.cu_seqlens[s + 1]));
+    }
+    a.sequence_scratch[s] = loss::sequence_values<Variant>(a, sums);
+  }
+}
+
+// A block of tokens. --------------------------------------------------------------------------------------------------
+
+template <class Variant>
+AREAL_INLINE void accumulate_vector(const LossConstants<VectorLane>& c, const PolicyLossArgs<float>& a, int64_t t,
+                                    VecI lanes, const SequenceTerms<VectorLane>& s, Accumulator<VecF>& acc) {
+  TokenLoss<VecF> token = {};
+  if (!none(a.loss_mask + t)) {
+    token = loss::token_loss<Variant>(c, load_tokens(c, a, t, load_mask(a.loss_mask + t) & lanes), s, acc);
+  }
+  store(a.grad_logprobs + t, token.grad_logprob);
+  if (a.grad_entropy != nullptr) store(a.grad_entropy + t, token.grad_entropy);
+}
+
+// Tokens [begin, end) of one sequence. A vector may reach past `end`, up to `limit`: those lanes count as masked, and
+// the gradients they get are overwritten by the piece that follows.
+template <class Variant>
+AREAL_INLINE void accumulate_piece(const LossConstants<VectorLane>& c, const PolicyLossArgs<float>& a, int64_t begin,
+                                   int64_t end, int64_t limit, const SequenceValues& values, VectorTally& tally) {
+  const SequenceTerms<VectorLane> s = loss::sequence_terms<VectorLane>(values);
+  int64_t t = begin;
+  for (; t + kLanes <= end; t += kLanes) {
+    accumulate_vector<Variant>(c, a, t, ~VecI{}, s, tally.run);
+    tally.count_vector();
+  }
+  if (t == end) return;
+  if (t + kLanes <= limit) {
+    accumulate_vector<Variant>(c, a, t, first_lanes(end - t), s, tally.run);
+  } else {
+    const PaddedTokens padded(a, t, end - t);
+    accumulate_vector<Variant>(c, padded.args, 0, ~VecI{}, s, tally.run);
+    padded.store(a, t, end - t);
+  }
+  tally.count_vector();
+}
+
+template <class Variant>
+AREAL_INLINE void accumulate_piece(const LossConstants<DoubleLane>& c, const PolicyLossArgs<double>& a, int64_t begin,
+                                   int64_t end, int64_t, const SequenceValues& values, DoubleTally& tally) {
+  const SequenceTerms<DoubleLane> s = loss::sequence_terms<DoubleLane>(values);
   for (int64_t t = begin; t < end; ++t) {
-    a.grad_logprobs[t] = 0;
-    if (!a.loss_mask[t]) continue;
-    TokenInputs<Lane> x = {};
-    x.logprob = a.logprobs[t];
-    x.proximal = a.proximal_logprobs[t];
-    x.advantage = a.advantages[t];
-    if (c.has_behavior) x.behavior = a.behavior_logprobs[t];
-    if (c.has_reference) x.reference = a.ref_logprobs[t];
-    if (c.has_entropy) x.entropy = a.entropy[t];
-    a.grad_logprobs[t] = loss::accumulate_tokens<Lane>(c, x, true, block);
+    TokenLoss<double> token = {};
+    if (a.loss_mask[t]) token = loss::token_loss<Variant>(c, load_token(a, t), s, tally.block);
+    a.grad_logprobs[t] = token.grad_logprob;
+    if (a.grad_entropy != nullptr) a.grad_entropy[t] = token.grad_entropy;
+  }
+}
+
+// A live token without a version (negative) counts as fresh.
+template <class Real>
+AREAL_INLINE void accumulate_staleness(const PolicyLossArgs<Real>& a, int64_t begin, int64_t end,
+                                       Accumulator<double>& block) {
+  const int64_t current = *a.current_version;
+  int64_t sum = 0, max = 0;
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t age = a.loss_mask[t] && a.versions[t] >= 0 ? current - a.versions[t] : 0;
+    sum += age;
+    max = age > max ? age : max;
+  }
+  block.sum[loss::kStaleness] += static_cast<double>(sum);
+  block.max[loss::kStalenessMax - loss::kSumCount] = static_cast<double>(max);
+}
+
+template <class Variant, class Real>
+void accumulate(const PolicyLossArgs<Real>& a, int64_t begin, int64_t end, typename Step<Real>::Tally& tally) {
+  const auto c = loss::loss_constants<typename Step<Real>::Lane>(a);
+  if (a.cu_seqlens == nullptr) return accumulate_piece<Variant>(c, a, begin, end, end, loss::no_sequence(), tally);
+  int64_t s = loss::sequence_at(a.cu_seqlens, 0, a.sequences - 1, begin);
+  for (int64_t t = begin; t < end;) {
+    while (a.cu_seqlens[s + 1] <= t) ++s;
+    const SequenceValues& values = a.sequence_scratch[s];
+    if (a.cu_seqlens[s] == t) tally.block.sum[loss::kLiveSequences] += values.token_weight > 0;
+    const int64_t piece_end = a.cu_seqlens[s + 1] < end ? a.cu_seqlens[s + 1] : end;
+    accumulate_piece<Variant>(c, a, t, piece_end, end, values, tally);
+    t = piece_end;
   }
 }
 
 template <class Real>
 AREAL_INLINE void run_block(const PolicyLossArgs<Real>& args, int64_t block) {
   const int64_t begin = block * loss::kBlockTokens, limit = begin + loss::kBlockTokens;
-  const int64_t blocks = loss::block_count(args.tokens);
-  Accumulator<double> acc;
-  loss::reset<ScalarLane<double>>(acc);
-  accumulate(args, begin, limit < args.tokens ? limit : args.tokens, acc);
-  for (int i = 0; i < loss::kSumCount; ++i) args.scratch[i * blocks + block] = acc.sum[i];
-  for (int i = 0; i < loss::kMaxCount; ++i) args.scratch[(loss::kSumCount + i) * blocks + block] = acc.max[i];
+  const int64_t blocks = loss::block_count(args.tokens), end = limit < args.tokens ? limit : args.tokens;
+  typename Step<Real>::Tally tally;
+  loss::with_variant(args.params, [&](auto variant) { accumulate<decltype(variant)>(args, begin, end, tally); });
+  tally.drain();
+  if (args.versions != nullptr) accumulate_staleness(args, begin, end, tally.block);
+  for (int i = 0; i < loss::kSumCount; ++i) args.scratch[i * blocks + block] = tally.block.sum[i];
+  for (int i = 0; i < loss::kMaxCount; ++i) args.scratch[(loss::kSumCount + i) * blocks + block] = tally.block.max[i];
 }
 
 }  // namespace
 
+void policy_loss_sequences(const PolicyLossArgs<float>& args, int64_t begin, int64_t end) {
+  loss::with_variant(args.params, [&](auto variant) { run_sequences<decltype(variant)>(args, begin, end); });
+}
+void policy_loss_sequences(const PolicyLossArgs<double>& args, int64_t begin, int64_t end) {
+  loss::with_variant(args.params, [&](auto variant) { run_sequences<decltype(variant)>(args, begin, end); });
+}
 void policy_loss_block(const PolicyLossArgs<float>& args, int64_t block) { run_block(args, block); }
 void policy_loss_block(const PolicyLossArgs<double>& args, int64_t block) { run_block(args, block); }
 

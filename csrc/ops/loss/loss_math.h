@@ -1,207 +1,84 @@
-// Per-token math of the policy loss, written once. A Lane says what one step works on: ScalarLane<float> on the GPU,
-// ScalarLane<double> for fp64, a whole SIMD vector in the CPU kernel. It provides Value, Mask, splat(double),
-// select(mask, yes, no) and exp_terms(Value).
-//
-// Masked tokens enter as zeros, whatever memory held for them: their differences are then 0 and their ratios 1, and
-// only the sums that a 1 would change need the mask.
+// Per-token math of the policy loss, written once for CPU and GPU: token_loss turns one token's inputs into
+// {term, grad_logprob, grad_entropy}. Masked tokens enter as zeros, whatever memory held for them: their differences
+// are then 0 and their ratios 1, and only the sums that a 1 would change need the mask.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <type_traits>
-
-#include "base/host_device.h"
-#include "ops/loss/loss.h"
+#include "ops/loss/loss_objectives.h"
 
 namespace areal::loss {
 
-inline constexpr double kMaxLogRatio = 20.0;
-// Above exp(kMaxLogRatio): where a running minimum of ratios starts, finite so that empty statistics are too.
-inline constexpr double kRatioBound = 5e8;
+// A of the header.
+template <class Lane, class Statistics, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE Value shaped_advantage(const LossConstants<Lane>& c, const TokenInputs<Lane>& x, Statistics& acc) {
+  if (!c.has_teacher) return x.advantage;
+  const Value y = log_ratio<Lane>(x.teacher, x.proximal, c.max_log_ratio).value;
+  acc.add(kKlProximalTeacherK1, -y);
+  acc.add(kKlProximalTeacherK3, Lane::exp_terms(y).k3);
+  return x.advantage + c.distill_coef * y;
+}
 
-// exp(y), exp(y) - 1 and the k3 estimator exp(y) - 1 - y, each accurate to a few ulp of itself. NaN gives NaN.
+// A weight within its bounds, and where it was moved there.
 template <class Value>
-struct ExpTerms {
-  Value exp;
-  Value expm1;
-  Value k3;
-};
-
-template <class Real>
-struct ScalarLane {
-  using Value = Real;
-  using Mask = bool;
-  static AREAL_HOST_DEVICE Real splat(double x) { return static_cast<Real>(x); }
-  static AREAL_HOST_DEVICE Real select(bool mask, Real yes, Real no) { return mask ? yes : no; }
-
-  // Near 0, k3 = y^2/2 (1 + y/3 (1 + y/4 (...))): the plain difference would cancel to nothing.
-  static AREAL_HOST_DEVICE ExpTerms<Real> exp_terms(Real y) {
-    constexpr int kLastDivisor = std::is_same_v<Real, double> ? 20 : 12;
-    const Real e = std::exp(y);
-    if (!(y > Real(-1) && y < Real(1))) return {e, e - Real(1), e - Real(1) - y};
-    Real series = Real(1);
-    for (int divisor = kLastDivisor; divisor >= 3; --divisor) {
-      series = Real(1) + series * y * (Real(1) / Real(divisor));
-    }
-    const Real k3 = Real(0.5) * y * y * series;
-    return {e, y + k3, k3};
-  }
-};
-
-template <class Lane>
-struct TokenInputs {
-  using Value = typename Lane::Value;
-  Value logprob, proximal, advantage, behavior, reference, entropy;
-};
-
-// The parameters, and which inputs there are, in lanes.
-template <class Lane>
-struct LossConstants {
-  using Value = typename Lane::Value;
-  Value ratio_low, ratio_high, dual_clip, behavior_low, behavior_cap, kl_coef, entropy_coef, max_log_ratio;
-  bool has_behavior, has_reference, has_entropy, masks_weights;
-  bool penalises_kl, rewards_entropy;  // false with a coefficient of 0: the input then feeds statistics only
-  KlEstimator kl_estimator;
-};
-
-template <class Lane, class Real>
-AREAL_HOST_DEVICE LossConstants<Lane> loss_constants(const PolicyLossArgs<Real>& args) {
-  const PolicyLossParams& p = args.params;
-  LossConstants<Lane> c;
-  c.ratio_low = Lane::splat(p.ratio_low);
-  c.ratio_high = Lane::splat(p.ratio_high);
-  c.dual_clip = Lane::splat(p.dual_clip);
-  c.behavior_low = Lane::splat(p.behavior_low);
-  c.behavior_cap = Lane::splat(p.behavior_cap);
-  c.kl_coef = Lane::splat(p.kl_coef);
-  c.entropy_coef = Lane::splat(p.entropy_coef);
-  c.max_log_ratio = Lane::splat(kMaxLogRatio);
-  c.has_behavior = args.behavior_logprobs != nullptr;
-  c.has_reference = args.ref_logprobs != nullptr;
-  c.has_entropy = args.entropy != nullptr;
-  c.masks_weights = p.behavior_mode == BehaviorMode::kMask;
-  c.penalises_kl = c.has_reference && p.kl_coef != 0;
-  c.rewards_entropy = c.has_entropy && p.entropy_coef != 0;
-  c.kl_estimator = p.kl_estimator;
-  return c;
-}
-
-// What a statistic starts from, and how two parts of it join.
-AREAL_HOST_DEVICE double empty_stat(int stat) { return stat == kNegativeRatioMin ? -kRatioBound : 0.0; }
-AREAL_HOST_DEVICE double join_stat(int stat, double a, double b) {
-  if (stat < kSumCount) return a + b;
-  return a > b ? a : b;
-}
-
-// Running statistics of some tokens; Value is one lane or a vector of them.
-template <class Value>
-struct Accumulator {
-  Value sum[kSumCount];
-  Value max[kMaxCount];  // of statistic kSumCount + i
+struct BoundedWeight {
+  Value weight;
+  Value capped;  // 1 or 0
+  Value masked;
 };
 
 template <class Lane, class Value = typename Lane::Value>
-AREAL_HOST_DEVICE void reset(Accumulator<Value>& acc) {
-  for (int i = 0; i < kSumCount; ++i) acc.sum[i] = Lane::splat(0);
-  for (int i = 0; i < kMaxCount; ++i) acc.max[i] = Lane::splat(empty_stat(kSumCount + i));
-}
-
-template <class Lane, class Value = typename Lane::Value>
-AREAL_HOST_DEVICE void raise_max(Accumulator<Value>& acc, Stat stat, Value x) {
-  Value& max = acc.max[stat - kSumCount];
-  max = Lane::select(x > max, x, max);
-}
-
-// log p - log q clamped to +-bound, and the factor its gradient carries: 1, or 0 beyond the bound. -inf against -inf is
-// 0 without gradient.
-template <class Lane>
-struct LogRatio {
-  typename Lane::Value value;
-  typename Lane::Value slope;
-};
-
-template <class Lane, class Value = typename Lane::Value>
-AREAL_HOST_DEVICE LogRatio<Lane> log_ratio(Value log_p, Value log_q, Value bound) {
-  const Value difference = log_p - log_q;
-  const Value defined = Lane::select(log_p == log_q, Lane::splat(0), difference);
-  const Value raised = Lane::select(defined < -bound, -bound, defined);
-  const Value value = Lane::select(raised > bound, bound, raised);
-  return {value, Lane::select(value == difference, Lane::splat(1), Lane::splat(0))};
-}
-
-// w of the header, 0 where masked.
-template <class Lane, class Value = typename Lane::Value>
-AREAL_HOST_DEVICE Value behavior_weight(const LossConstants<Lane>& c, const TokenInputs<Lane>& x,
-                                        typename Lane::Mask live, Accumulator<Value>& acc) {
+AREAL_HOST_DEVICE BoundedWeight<Value> bounded_weight(const LossConstants<Lane>& c, Value raw) {
   const Value zero = Lane::splat(0), one = Lane::splat(1);
-  Value raw = Lane::select(live, one, zero);
-  Value applied = raw;
+  const Value above = Lane::select(raw > c.behavior_cap, one, zero);
+  if (!c.masks_weights) return {Lane::select(above > zero, c.behavior_cap, raw), above, zero};
+  const Value outside = Lane::select(raw < c.behavior_low, one, above);
+  return {Lane::select(outside > zero, zero, raw), zero, outside};
+}
+
+// w of the header.
+template <class Lane, class Statistics, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE Value behavior_weight(const LossConstants<Lane>& c, const TokenInputs<Lane>& x, Value sequence_weight,
+                                        Statistics& acc) {
+  const Value zero = Lane::splat(0);
+  BoundedWeight<Value> w = {Lane::splat(1), zero, zero};
+  Value raw = w.weight;
   if (c.has_behavior) {
     const Value log_w = log_ratio<Lane>(x.proximal, x.behavior, c.max_log_ratio).value;
-    const ExpTerms<Value> w = Lane::exp_terms(log_w);
-    raw = Lane::select(live, w.exp, zero);
-    const Value above = Lane::select(raw > c.behavior_cap, one, zero);
-    if (c.masks_weights) {
-      const Value dropped = Lane::select(live, Lane::select(w.exp < c.behavior_low, one, above), zero);
-      applied = Lane::select(dropped > zero, zero, raw);
-      acc.sum[kBehaviorMasked] += dropped;
-    } else {
-      applied = Lane::select(above > zero, c.behavior_cap, raw);
-      acc.sum[kBehaviorCapped] += above;
-    }
-    acc.sum[kKlBehaviorProximalK1] -= log_w;
-    acc.sum[kKlBehaviorProximalK3] += w.k3;
+    const ExpTerms<Value> token = Lane::exp_terms(log_w);
+    raw = c.sequence_weights ? sequence_weight : token.exp;
+    w = bounded_weight<Lane>(c, raw);
+    acc.add(kBehaviorCapped, Lane::select(x.live, w.capped, zero));
+    acc.add(kBehaviorMasked, Lane::select(x.live, w.masked, zero));
+    acc.add(kKlBehaviorProximalK1, -log_w);
+    acc.add(kKlBehaviorProximalK3, token.k3);
   }
-  acc.sum[kBehaviorWeight] += raw;
-  acc.sum[kAppliedWeight] += applied;
-  acc.sum[kAppliedWeightSquare] += applied * applied;
+  raw = Lane::select(x.live, raw, zero);
+  acc.add(kBehaviorWeight, raw);
   raise_max<Lane>(acc, kBehaviorWeightMax, raw);
-  return applied;
+  return Lane::select(x.live, w.weight, zero);
 }
 
-// A term of the loss and its gradient with respect to the logprob.
-template <class Value>
-struct Term {
-  Value value;
-  Value grad;
-};
-
-// -w min(u A, clip(u) A), dual-clipped: -w A times u held below ratio_high (A >= 0) or between ratio_low and
-// dual_clip (A < 0). Where u is held, the gradient is 0.
-template <class Lane, class Value = typename Lane::Value>
-AREAL_HOST_DEVICE Term<Value> policy_term(const LossConstants<Lane>& c, const TokenInputs<Lane>& x,
-                                          typename Lane::Mask live, Value weight, Accumulator<Value>& acc) {
-  const Value zero = Lane::splat(0), one = Lane::splat(1);
-  const LogRatio<Lane> log_u = log_ratio<Lane>(x.logprob, x.proximal, c.max_log_ratio);
-  const ExpTerms<Value> u = Lane::exp_terms(log_u.value);
-  const Value low = Lane::select(x.advantage >= zero, zero, c.ratio_low);
-  const Value high = Lane::select(x.advantage >= zero, c.ratio_high, c.dual_clip);
-  const Value held_low = Lane::select(u.exp < low, one, zero);
-  const Value held_high = Lane::select(u.exp > high, one, zero);
-  const Value held = Lane::select(held_high > zero, high, Lane::select(held_low > zero, low, u.exp));
-  const Value slope = Lane::select(held_low + held_high > zero, zero, log_u.slope);
-  const Value weighted = weight * x.advantage;
-
-  acc.sum[kRatio] += Lane::select(live, u.exp, zero);
-  acc.sum[kClipLow] += held_low;
-  acc.sum[kClipHigh] += Lane::select(x.advantage > zero, held_high, zero);
-  acc.sum[kDualClip] += Lane::select(x.advantage < zero, held_high, zero);
-  acc.sum[kKlProximalCurrentK1] -= log_u.value;
-  acc.sum[kKlProximalCurrentK3] += u.k3;
-  raise_max<Lane>(acc, kRatioMax, Lane::select(live, u.exp, zero));
-  raise_max<Lane>(acc, kNegativeRatioMin, Lane::select(live, -u.exp, Lane::splat(-kRatioBound)));
-  acc.sum[kPolicyLoss] -= weighted * held;
-  return {-(weighted * held), -(weighted * u.exp * slope)};
+// w where the policy term of the token is kept, else 0.
+template <class Lane, class Statistics, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE Value kept_weight(const LossConstants<Lane>& c, const TokenInputs<Lane>& x, Value weight,
+                                    Statistics& acc) {
+  const Value zero = Lane::splat(0);
+  if (c.has_keep_mask) {
+    acc.add(kDropped, Lane::select(x.live, Lane::select(x.keep, zero, Lane::splat(1)), zero));
+    weight = Lane::select(x.keep, weight, zero);
+  }
+  acc.add(kAppliedWeight, weight);
+  acc.add(kAppliedWeightSquare, weight * weight);
+  return weight;
 }
 
-// kl_coef KL(current || reference), with y = log reference - log current.
-template <class Lane, class Value = typename Lane::Value>
+// kl_coef KL(current || reference), with y = log reference - log current; weight: w of the header.
+template <class Lane, class Statistics, class Value = typename Lane::Value>
 AREAL_HOST_DEVICE Term<Value> kl_term(const LossConstants<Lane>& c, const TokenInputs<Lane>& x,
-                                      Accumulator<Value>& acc) {
+                                      const TokenRatio<Lane>& token, Value weight, Statistics& acc) {
   const LogRatio<Lane> y = log_ratio<Lane>(x.reference, x.logprob, c.max_log_ratio);
   const ExpTerms<Value> e = Lane::exp_terms(y.value);
-  acc.sum[kKlCurrentReferenceK1] -= y.value;
-  acc.sum[kKlCurrentReferenceK3] += e.k3;
+  acc.add(kKlCurrentReferenceK1, -y.value);
+  acc.add(kKlCurrentReferenceK3, e.k3);
   if (!c.penalises_kl) return {Lane::splat(0), Lane::splat(0)};
   switch (c.kl_estimator) {
     case KlEstimator::kK1:
@@ -210,36 +87,66 @@ AREAL_HOST_DEVICE Term<Value> kl_term(const LossConstants<Lane>& c, const TokenI
       return {c.kl_coef * y.value * y.value * Lane::splat(0.5), -c.kl_coef * y.value * y.slope};
     case KlEstimator::kK3:
       break;
+    case KlEstimator::kK3Unbiased: {  // d (u k3) = u (k3 - expm1), which is -u y but for the bounds
+      const Value factor = c.kl_coef * weight * token.exp.exp;
+      const Value apart = token.log.slope * e.k3 - y.slope * e.expm1;
+      return {factor * e.k3, factor * Lane::select(token.log.slope == y.slope, -y.slope * y.value, apart)};
+    }
   }
   return {c.kl_coef * e.k3, -c.kl_coef * e.expm1 * y.slope};
 }
 
-// Accumulates the live tokens' terms and statistics; returns the gradient with respect to the logprobs.
-template <class Lane, class Value = typename Lane::Value>
-AREAL_HOST_DEVICE Value accumulate_tokens(const LossConstants<Lane>& c, const TokenInputs<Lane>& x,
-                                          typename Lane::Mask live, Accumulator<Value>& acc) {
+// A token's part of the sum of terms, weighted by token_weight, and its derivatives; zeros for a masked token. Times
+// 1 / normalizer they are parts of the loss and its gradient.
+template <class Value>
+struct TokenLoss {
+  Value term, grad_logprob, grad_entropy;
+};
+
+// Statistics: Accumulator<Value>, or NoStatistics<Value> where only the loss is wanted.
+template <class Variant, class Lane, class Statistics, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE TokenLoss<Value> token_loss(const LossConstants<Lane>& c, const TokenInputs<Lane>& x,
+                                              const SequenceTerms<Lane>& s, Statistics& acc) {
   const Value zero = Lane::splat(0);
-  acc.sum[kLiveTokens] += Lane::select(live, Lane::splat(1), zero);
-  const Value weight = behavior_weight<Lane>(c, x, live, acc);
-  Term<Value> term = policy_term<Lane>(c, x, live, weight, acc);
+  acc.add(kLiveTokens, Lane::select(x.live, Lane::splat(1), zero));
+  TokenRatio<Lane> token;
+  token.log = log_ratio<Lane>(x.logprob, x.proximal, c.max_log_ratio);
+  token.exp = Lane::exp_terms(token.log.value);
+  acc.add(kKlProximalCurrentK1, -token.log.value);
+  acc.add(kKlProximalCurrentK3, token.exp.k3);
+
+  const Value advantage = shaped_advantage<Lane>(c, x, acc);
+  const Value weight = behavior_weight<Lane>(c, x, s.weight, acc);
+  const Value policy_weight = kept_weight<Lane>(c, x, weight, acc);
+  Term<Value> term = policy_term<Variant, Lane>(c, x, s, token, advantage, policy_weight, acc);
+  acc.add(kPolicyLoss, s.token_weight * term.value);
+  Value grad_entropy = zero;
   if (c.has_reference) {
-    const Term<Value> kl = kl_term<Lane>(c, x, acc);
+    const Term<Value> kl = kl_term<Lane>(c, x, token, weight, acc);
     term.value += kl.value;
-    term.grad += Lane::select(live, kl.grad, zero);
+    term.grad += kl.grad;
   }
-  if (c.has_entropy) acc.sum[kEntropy] += x.entropy;
-  if (c.rewards_entropy) term.value -= c.entropy_coef * x.entropy;
-  acc.sum[kLoss] += term.value;
-  return Lane::select(live, term.grad, zero);
+  if (c.has_entropy) acc.add(kEntropy, x.entropy);
+  if (c.rewards_entropy) {
+    term.value -= c.entropy_coef * x.entropy;
+    grad_entropy = Lane::select(x.live, -(c.entropy_coef * s.token_weight), zero);
+  }
+  term.value = s.token_weight * term.value;
+  acc.add(kLoss, term.value);
+  return {term.value, Lane::select(x.live, s.token_weight * term.grad, zero), grad_entropy};
 }
 
-// The outputs of the pass from the totals of all blocks (kStatCount doubles).
+// The outputs of the pass from the totals of all blocks (kStatCount doubles, kLossWeight still to be set).
 template <class Real>
-AREAL_HOST_DEVICE void finish(const PolicyLossArgs<Real>& args, const double* totals) {
-  const double live = totals[kLiveTokens];
-  const double normalizer = args.normalizer != nullptr ? *args.normalizer : live;
-  *args.loss = static_cast<Real>(live > 0 ? totals[kLoss] / normalizer : 0.0);
-  *args.scale = static_cast<Real>(live > 0 ? 1.0 / normalizer : 0.0);
+AREAL_HOST_DEVICE void finish(const PolicyLossArgs<Real>& args, double* totals) {
+  const Aggregation aggregation = args.params.aggregation;
+  const bool by_sequence =
+      aggregation == Aggregation::kSequenceMeanTokenSum || aggregation == Aggregation::kSequenceMeanTokenMean;
+  totals[kLossWeight] = totals[by_sequence ? kLiveSequences : kLiveTokens];
+  const bool any = totals[kLiveTokens] > 0;
+  const double normalizer = args.normalizer != nullptr ? *args.normalizer : totals[kLossWeight];
+  *args.loss = static_cast<Real>(any ? totals[kLoss] / normalizer : 0.0);
+  *args.scale = static_cast<Real>(any ? 1.0 / normalizer : 0.0);
   for (int i = 0; i < kStatCount; ++i) args.stats[i] = totals[i];
 }
 
