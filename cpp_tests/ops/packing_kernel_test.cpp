@@ -1,12 +1,14 @@
 // The CUDA launchers on host pointers, against the definition written out row by row.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "cuda_shim/orders.h"
 #include "ops/packing/packing.h"
+#include "ops/packing/streaming.h"
 
 namespace areal {
 namespace {
@@ -147,6 +149,36 @@ TEST(PackingKernels, CopySegmentsOnTheHostAgrees) {
     check_segment_map(map.view(), "test");
     copy_segments_cpu(map.view(), buffers.tensors);
     expect_copied(map, buffers);
+  }
+}
+
+TEST(PackingKernels, LargeTargetsOnTheHostAreStreamed) {
+  const Map map = random_map(40, 500, 1, 29);
+  for (const int64_t offset : {0, 1}) {
+    Buffers buffers = make_buffers(map, {1, 3, 8, 1500}, offset);
+    for (RowTensor& tensor : buffers.tensors) {  // one byte for all, as most fills are
+      if (tensor.row_bytes != 8) std::fill(std::begin(tensor.fill.bytes), std::end(tensor.fill.bytes), 0x5a);
+    }
+    ASSERT_GT(map.target_rows * 1512, int64_t{4} << 20);
+    copy_segments_cpu(map.view(), buffers.tensors);
+    expect_copied(map, buffers);
+  }
+}
+
+TEST(Streaming, EveryPlaceOfTheEnds) {
+  for (const int64_t bytes : {0, 1, 63, 64, 255, 256, 257, 319, 320, 700}) {
+    for (const int64_t offset : {0, 1, 31, 63}) {
+      std::vector<unsigned char> source(bytes + 3), target(bytes + 130, 0xee), want = target;
+      for (int64_t i = 0; i < bytes + 3; ++i) source[i] = static_cast<unsigned char>(i * 7 + 1);
+      streaming::copy(target.data() + offset, source.data() + 3, bytes);
+      streaming::fence();
+      std::copy_n(source.begin() + 3, bytes, want.begin() + offset);
+      ASSERT_EQ(target, want) << bytes << " bytes at " << offset;
+      streaming::fill(target.data() + offset, 0x11, bytes);
+      streaming::fence();
+      std::fill_n(want.begin() + offset, bytes, 0x11);
+      ASSERT_EQ(target, want) << bytes << " bytes at " << offset;
+    }
   }
 }
 

@@ -1,48 +1,85 @@
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "base/check.h"
 #include "base/threads.h"
 #include "ops/packing/packing.h"
+#include "ops/packing/streaming.h"
 
 namespace areal {
 namespace {
 
 constexpr int64_t kGrainBytes = int64_t{1} << 17;  // below this a second thread costs more than it saves
+// Targets above this, in all, are written past the caches: more than a core's own cache keeps for whoever reads next.
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
-void fill_rows(const RowTensor& tensor, int64_t begin, int64_t end) {
-  unsigned char* out = tensor.target + begin * tensor.row_bytes;
-  const int64_t total_bytes = (end - begin) * tensor.row_bytes;
-  const unsigned char first = tensor.fill.bytes[0];
-  if (std::all_of(std::begin(tensor.fill.bytes), std::end(tensor.fill.bytes),
-                  [&](unsigned char byte) { return byte == first; })) {
-    std::memset(out, first, total_bytes);
-    return;
-  }
-  int64_t done_bytes = std::min<int64_t>(total_bytes, sizeof tensor.fill.bytes);
-  std::memcpy(out, tensor.fill.bytes, done_bytes);
-  while (done_bytes < total_bytes) {  // double what is there
-    const int64_t bytes = std::min(done_bytes, total_bytes - done_bytes);
-    std::memcpy(out + done_bytes, out, bytes);
-    done_bytes += bytes;
-  }
+bool is_one_byte(const FillPattern& fill) {
+  return std::all_of(std::begin(fill.bytes), std::end(fill.bytes),
+                     [&](unsigned char byte) { return byte == fill.bytes[0]; });
 }
 
+// Writes pieces of one tensor, cached or streaming.
+class Writer {
+ public:
+  Writer(const RowTensor& tensor, bool stream)
+      : tensor_(tensor), stream_(stream), one_byte_(is_one_byte(tensor.fill)) {}
+
+  void copy(int64_t target_row, int64_t source_row, int64_t rows) const {
+    unsigned char* target = tensor_.target + target_row * tensor_.row_bytes;
+    const unsigned char* source = tensor_.source + source_row * tensor_.row_bytes;
+    const int64_t bytes = rows * tensor_.row_bytes;
+    stream_ ? streaming::copy(target, source, bytes) : void(std::memcpy(target, source, bytes));
+  }
+
+  void fill(int64_t begin, int64_t end) const {
+    unsigned char* out = tensor_.target + begin * tensor_.row_bytes;
+    const int64_t total_bytes = (end - begin) * tensor_.row_bytes;
+    if (!one_byte_) return fill_with_pattern(out, total_bytes);
+    const unsigned char value = tensor_.fill.bytes[0];
+    stream_ ? streaming::fill(out, value, total_bytes) : void(std::memset(out, value, total_bytes));
+  }
+
+ private:
+  void fill_with_pattern(unsigned char* out, int64_t total_bytes) const {
+    int64_t done_bytes = std::min<int64_t>(total_bytes, sizeof tensor_.fill.bytes);
+    std::memcpy(out, tensor_.fill.bytes, done_bytes);
+    while (done_bytes < total_bytes) {  // double what is there
+      const int64_t bytes = std::min(done_bytes, total_bytes - done_bytes);
+      std::memcpy(out + done_bytes, out, bytes);
+      done_bytes += bytes;
+    }
+  }
+
+  const RowTensor& tensor_;
+  bool stream_, one_byte_;
+};
+
 // Target rows [begin, end) of one tensor.
-void copy_range(const SegmentMap& map, const RowTensor& tensor, int64_t begin, int64_t end) {
+void copy_range(const SegmentMap& map, const Writer& writer, int64_t begin, int64_t end) {
   int64_t row = begin;
   const int64_t first = std::max<int64_t>(0, map.segment_of(begin, 0, map.count - 1));
   for (int64_t s = first; s < map.count && map.target_begin[s] < end; ++s) {
     const int64_t from = std::max(row, map.target_begin[s] + std::max<int64_t>(map.shift, 0));
     const int64_t until = std::min(end, map.target_end[s] + std::min<int64_t>(map.shift, 0));
     if (from >= until) continue;
-    if (row < from) fill_rows(tensor, row, from);
-    const int64_t source = map.source_begin[s] + (from - map.target_begin[s]) - map.shift;
-    std::memcpy(tensor.target + from * tensor.row_bytes, tensor.source + source * tensor.row_bytes,
-                (until - from) * tensor.row_bytes);
+    if (row < from) writer.fill(row, from);
+    writer.copy(from, map.source_begin[s] + (from - map.target_begin[s]) - map.shift, until - from);
     row = until;
   }
-  if (row < end) fill_rows(tensor, row, end);
+  if (row < end) writer.fill(row, end);
+}
+
+int64_t count_nonzero(const unsigned char* bytes, int64_t count) {
+  constexpr int64_t kBlock = 255;  // what a sum of bytes holds: a vector adds as many lanes as it has bytes
+  int64_t total = 0;
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t end = std::min(count, at + kBlock);
+    unsigned char in_block = 0;
+    for (int64_t i = at; i < end; ++i) in_block = static_cast<unsigned char>(in_block + (bytes[i] != 0));
+    total += in_block;
+  }
+  return total;
 }
 
 }  // namespace
@@ -64,9 +101,12 @@ void copy_segments_cpu(const SegmentMap& map, std::span<const RowTensor> tensors
   int64_t bytes_per_row = 0;
   for (const RowTensor& tensor : tensors) bytes_per_row += tensor.row_bytes;
   if (bytes_per_row == 0) return;
-  parallel_for(0, map.target_rows, std::max<int64_t>(1, kGrainBytes / bytes_per_row), [&](int64_t begin, int64_t end) {
-    for (const RowTensor& tensor : tensors) copy_range(map, tensor, begin, end);
-  });
+  const bool stream = map.target_rows > kStreamBytes / bytes_per_row;
+  const auto copy_rows = [&](int64_t begin, int64_t end) {
+    for (const RowTensor& tensor : tensors) copy_range(map, Writer(tensor, stream), begin, end);
+    if (stream) streaming::fence();
+  };
+  parallel_for(0, map.target_rows, std::max<int64_t>(1, kGrainBytes / bytes_per_row), copy_rows);
 }
 
 void position_ids_cpu(const Segments& segments, int64_t* out) {
@@ -84,8 +124,8 @@ void mask_extents_cpu(const unsigned char* mask, int64_t rows, int64_t columns, 
                [&](int64_t begin, int64_t end) {
                  for (int64_t s = begin; s < end; ++s) {
                    const unsigned char* row = mask + s * columns;
-                   int64_t count = 0, first = 0, last = columns;
-                   for (int64_t i = 0; i < columns; ++i) count += row[i] != 0;
+                   const int64_t count = count_nonzero(row, columns);
+                   int64_t first = 0, last = columns;
                    if (count > 0) {
                      while (row[first] == 0) ++first;
                      while (row[last - 1] == 0) --last;

@@ -38,7 +38,7 @@ class Differencing {
   Partial solve() {
     while (queue_.size() > 1) {
       const size_t a = pop(), b = pop();
-      Partial merged = merge(std::move(partials_[a]), std::move(partials_[b]));
+      Partial merged = merge(std::move(partials_[a]), partials_[b]);
       partials_[a] = {}, partials_[b] = {};
       push(std::move(merged));
     }
@@ -62,13 +62,15 @@ class Differencing {
     queue_.pop();
     return index;
   }
-  // The costliest of one joins the cheapest of the other.
-  Partial merge(Partial a, Partial b) {
-    Partial merged(static_cast<size_t>(std::min<int64_t>(bins_, a.size() + b.size())));
-    std::copy(a.begin(), a.end(), merged.begin());
-    for (size_t i = 0; i < b.size(); ++i) join(merged[merged.size() - 1 - i], b[i]);
-    std::stable_sort(merged.begin(), merged.end(), costlier);
-    return merged;
+  // The costliest of one joins the cheapest of the other. Most merges add a single sequence to a partial solution that
+  // has room for it, which leaves it sorted: in place they cost next to nothing.
+  Partial merge(Partial a, const Partial& b) {
+    a.resize(static_cast<size_t>(std::min<int64_t>(bins_, a.size() + b.size())));
+    for (size_t i = 0; i < b.size(); ++i) join(a[a.size() - 1 - i], b[i]);
+    const auto changed = a.end() - static_cast<std::ptrdiff_t>(b.size());
+    const auto unchanged_neighbour = changed == a.begin() ? changed : changed - 1;
+    if (!std::is_sorted(unchanged_neighbour, a.end(), costlier)) std::stable_sort(a.begin(), a.end(), costlier);
+    return a;
   }
   void join(Subset& into, const Subset& from) {
     if (into.count == 0) {
