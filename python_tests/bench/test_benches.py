@@ -20,6 +20,7 @@ SMALL = {
     "loop": "rollout.batch_groups=2 rollout.group_size=2 generate.max_new_tokens=2 --steps 4 --skip 1 --modes sync",
     "loss": "--tokens 100",
     "packing": "--sequences 5 --width 17 --lengths 40",
+    "peers": "--tokens 3 --vocab 67 --hidden 8 --sequences 4 --length 16 --lengths 40 --ranks 3",
     "publish": "--sizes 20KB --rounds 4",
     "scan": "--sequences 16 --length 17",
     "trainer": "--groups 4 --group-size 2",
@@ -109,3 +110,40 @@ def test_a_gpu_is_asked_for_in_vain(harness: ModuleType, monkeypatch: pytest.Mon
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit, match="--device cuda: no GPU"):
         run(monkeypatch, "loss", f"{SMALL['loss']} --device cuda")
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers(harness: ModuleType) -> ModuleType:
+    return importlib.import_module("peers")
+
+
+def test_every_peer_loads_or_says_why(peers: ModuleType) -> None:
+    for task in {peer.task for peer in peers.PEERS}:
+        functions, reasons = peers.available(task, "cpu")
+        assert all(callable(function) for function in functions.values())
+        assert all(reasons.values())
+        names = [peer.name for peer in peers.PEERS if peer.task == task]
+        assert len(functions) + len(reasons) == len(names)
+
+
+def test_a_module_loads_without_its_package(peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "half_a_framework"
+    (folder / "utils").mkdir(parents=True)
+    (folder / "__init__.py").write_text("import a_cuda_library_that_is_not_here")
+    (folder / "utils" / "__init__.py").write_text("raise RuntimeError('needs a GPU')")
+    (folder / "utils" / "numbers.py").write_text("from half_a_framework.utils.other import ANSWER")
+    (folder / "utils" / "other.py").write_text("ANSWER = 42")
+    broken = tmp_path / "broken_framework"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("import a_cuda_library_that_is_not_here")
+    (broken / "ops.py").write_text("raise OSError('no driver')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, how = peers.load_module("half_a_framework.utils.numbers")
+    assert (module.ANSWER, how) == (42, " (module alone)")
+    with pytest.raises(peers.UnavailableError, match=r"a_cuda_library_that_is_not_here.*; alone: OSError: no driver"):
+        peers.load_module("broken_framework.ops")
+    with pytest.raises(peers.UnavailableError, match="no_such_package"):
+        peers.load_module("no_such_package.module")
