@@ -19,9 +19,9 @@ constexpr float kScale = 0.125f;
 // A problem with the other inputs of the loss; problem.grad_logprobs and grad_entropy become what the loss asks for.
 struct FusedProblem : Problem<float> {
   loss::PolicyLossParams params = {};
-  std::vector<float> proximal, advantages, behavior, reference;
-  std::vector<uint8_t> loss_mask;
-  bool has_behavior = true, has_reference = true, has_entropy = true;
+  std::vector<float> proximal, advantages, behavior, reference, teacher;
+  std::vector<uint8_t> loss_mask, keep_mask;  // keep_mask empty: none
+  bool has_behavior = true, has_reference = true, has_entropy = true, has_teacher = false;
 
   FusedProblem(DType dtype, int64_t rows, int64_t vocab, uint64_t seed, int64_t gap = 0, int64_t offset = 0)
       : Problem<float>(dtype, rows, vocab, seed, gap, offset) {
@@ -39,6 +39,7 @@ struct FusedProblem : Problem<float> {
       proximal.push_back(static_cast<float>(near));
       behavior.push_back(static_cast<float>(near + 0.3 * random.normal()));
       reference.push_back(static_cast<float>(near + 0.3 * random.normal()));
+      teacher.push_back(static_cast<float>(near + 0.3 * random.normal()));
       advantages.push_back(static_cast<float>(random.normal()));
       loss_mask.push_back(1);
     }
@@ -53,6 +54,8 @@ struct FusedProblem : Problem<float> {
     args.loss_mask = reinterpret_cast<const bool*>(loss_mask.data());
     args.behavior_logprobs = has_behavior ? behavior.data() : nullptr;
     args.ref_logprobs = has_reference ? reference.data() : nullptr;
+    args.teacher_logprobs = has_teacher ? teacher.data() : nullptr;
+    args.keep_mask = keep_mask.empty() ? nullptr : reinterpret_cast<const bool*>(keep_mask.data());
     args.entropy = has_entropy ? entropy : nullptr;
     return args;
   }
@@ -97,8 +100,8 @@ Result<float> run(FusedProblem& problem, const Forced* forced = nullptr, int64_t
 // The upstream gradients that the loss asks for, by its CPU op in double.
 void derive_upstream(FusedProblem& problem) {
   const int64_t rows = problem.logits.rows;
-  std::vector<double> logprobs, entropy, grad(rows), scratch(loss::kStatCount * loss::block_count(rows)),
-      stats(loss::kStatCount);
+  std::vector<double> logprobs, entropy, grad(rows), grad_entropy(rows),
+      scratch(loss::kStatCount * loss::block_count(rows)), stats(loss::kStatCount);
   for (int64_t row = 0; row < rows; ++row) {
     const RowTruth truth = row_truth(problem, row);
     logprobs.push_back(truth.logprob);
@@ -106,7 +109,8 @@ void derive_upstream(FusedProblem& problem) {
   }
   const auto widen = [](const std::vector<float>& values) { return std::vector<double>(values.begin(), values.end()); };
   const std::vector<double> proximal = widen(problem.proximal), advantages = widen(problem.advantages),
-                            behavior = widen(problem.behavior), reference = widen(problem.reference);
+                            behavior = widen(problem.behavior), reference = widen(problem.reference),
+                            teacher = widen(problem.teacher);
   double total = 0, scale = 0;
   PolicyLossArgs<double> args = {};
   args.params = problem.params;
@@ -117,17 +121,19 @@ void derive_upstream(FusedProblem& problem) {
   args.loss_mask = reinterpret_cast<const bool*>(problem.loss_mask.data());
   args.behavior_logprobs = problem.has_behavior ? behavior.data() : nullptr;
   args.ref_logprobs = problem.has_reference ? reference.data() : nullptr;
+  args.teacher_logprobs = problem.has_teacher ? teacher.data() : nullptr;
+  args.keep_mask = problem.keep_mask.empty() ? nullptr : reinterpret_cast<const bool*>(problem.keep_mask.data());
   args.entropy = problem.has_entropy ? entropy.data() : nullptr;
   args.loss = &total;
   args.stats = stats.data();
   args.grad_logprobs = grad.data();
+  args.grad_entropy = problem.has_entropy ? grad_entropy.data() : nullptr;
   args.scale = &scale;
   args.scratch = scratch.data();
   policy_loss_cpu(args);
   for (int64_t row = 0; row < rows; ++row) {
-    const double entropy_term = problem.has_entropy && problem.loss_mask[row] ? -problem.params.entropy_coef : 0.0;
     problem.grad_logprobs[row] = static_cast<float>(kScale * grad[row]);
-    problem.grad_entropy[row] = static_cast<float>(kScale * entropy_term);
+    problem.grad_entropy[row] = static_cast<float>(kScale * grad_entropy[row]);
     problem.grad_lse[row] = 0.0f;
   }
 }
@@ -234,12 +240,22 @@ TEST(FusedLossKernel, ResultsDoNotDependOnTheOrderOfThreadsBlocksAndCopies) {
   }
 }
 
-TEST(FusedLossKernel, EveryKlEstimatorAndMissingInputs) {
-  for (const auto estimator : {loss::KlEstimator::kK1, loss::KlEstimator::kK2, loss::KlEstimator::kK3}) {
-    FusedProblem problem(DType::kFloat32, 12, 50, 8);
-    problem.params.kl_estimator = estimator;
-    check(problem);
+TEST(FusedLossKernel, EveryObjectiveKlEstimatorAndInput) {
+  FusedProblem problem(DType::kFloat32, 12, 50, 8);
+  problem.has_teacher = true;
+  problem.params.distill_coef = 0.3;
+  problem.keep_mask = {1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1};
+  for (const auto objective :
+       {loss::Objective::kPpo, loss::Objective::kCispo, loss::Objective::kSapo, loss::Objective::kReinforce}) {
+    for (int32_t estimator = 0; estimator < loss::kKlEstimatorCount; ++estimator) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(objective)) + ", " + std::to_string(estimator));
+      problem.params.objective = objective;
+      problem.params.kl_estimator = static_cast<loss::KlEstimator>(estimator);
+      check(problem);
+    }
   }
+  problem.params.ratio_level = loss::RatioLevel::kOff;
+  check(problem);
   FusedProblem bare(DType::kFloat32, 12, 50, 9);
   bare.has_behavior = bare.has_reference = bare.has_entropy = false;
   check(bare);
@@ -258,7 +274,7 @@ Result<float> run_apart(FusedProblem& problem, int64_t* bad_row) {
   Result<float> result(rows);
   std::vector<float> workspace(static_cast<size_t>(logprob_workspace_bytes(problem.input()) / 4 + 1), NAN);
   logprob_forward_cuda(problem.input(), result.output(), {workspace.data(), bad_row}, nullptr);
-  std::vector<float> grad(static_cast<size_t>(rows));
+  std::vector<float> grad(static_cast<size_t>(rows)), grad_entropy(static_cast<size_t>(rows));
   std::vector<double> scratch(loss::kStatCount * loss::block_count(rows)), stats(loss::kStatCount);
   const double normalizer = 1 / kScale;
   float total = 0, scale = 0;
@@ -268,13 +284,13 @@ Result<float> run_apart(FusedProblem& problem, int64_t* bad_row) {
   args.loss = &total;
   args.stats = stats.data();
   args.grad_logprobs = grad.data();
+  args.grad_entropy = problem.has_entropy ? grad_entropy.data() : nullptr;
   args.scale = &scale;
   args.scratch = scratch.data();
   cuda::policy_loss(args, nullptr);
   for (int64_t row = 0; row < rows; ++row) {
     problem.grad_logprobs[row] = scale * grad[row];
-    problem.grad_entropy[row] =
-        problem.has_entropy && problem.loss_mask[row] ? -scale * static_cast<float>(problem.params.entropy_coef) : 0.0f;
+    problem.grad_entropy[row] = scale * grad_entropy[row];
     problem.grad_lse[row] = 0.0f;
   }
   logprob_backward_cuda(problem.input(), result.gradient(problem, problem.logits), nullptr);
@@ -317,6 +333,16 @@ TEST(FusedLossKernel, InfiniteNanAndOutOfRangeRowsAreThoseOfTheSeparateOps) {
       for (int64_t j = 0; j < vocab; ++j) ASSERT_PRED2(same, apart.logits.get(row, j), problem.logits.get(row, j)) << j;
     }
   }
+}
+
+TEST(FusedLossKernel, TermsThatSpanTokensAreLeftToOthers) {
+  FusedProblem problem(DType::kFloat32, 1, 8, 6);
+  FusedLossArgs args;
+  args.input = problem.input();
+  EXPECT_TRUE(fused_loss_fits(args));
+  args.loss.params.ratio_level = loss::RatioLevel::kSequence;
+  EXPECT_FALSE(fused_loss_fits(args));
+  EXPECT_FALSE(fused_loss_cuda(args, nullptr));
 }
 
 TEST(FusedLossKernel, RowsMayNotOverlap) {

@@ -17,9 +17,9 @@ namespace areal {
 
 struct FusedLossArgs {
   LogprobInput<float> input;  // whose logits become the gradient; 0 in rows that are not live
-  // Arrays of input.rows entries. Read: params, the inputs of each token, loss_mask (where false, the row's gradient is
-  // 0). `entropy` says by not being nullptr that the loss has one. Neither read nor written: logprobs and what follows
-  // normalizer.
+  // Arrays of input.rows entries. Read: params and the inputs of each token; where loss_mask is false, the row's
+  // gradient is 0. `entropy` says by not being nullptr that the loss has one. Neither read nor written: logprobs,
+  // versions, what speaks of sequences, and the outputs.
   loss::PolicyLossArgs<float> loss;
   const float* scale = nullptr;  // [1], of the terms' sum: 1 / normalizer, times the gradient from above
   LogprobOutput<float> output;   // row_max and log_sum may be nullptr

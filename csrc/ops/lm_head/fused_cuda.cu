@@ -31,7 +31,8 @@ bool choose(const LogprobInput<float>& input, Choice* choice) {
 }
 
 bool fits(const FusedLossArgs& args, Choice* choice) {
-  return args.input.dtype != DType::kFloat64 && cuda::has_clusters() && choose(args.input, choice);
+  return args.input.dtype != DType::kFloat64 && !loss::needs_sequences(args.loss.params) && cuda::has_clusters() &&
+         choose(args.input, choice);
 }
 
 }  // namespace

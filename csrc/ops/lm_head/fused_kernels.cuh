@@ -289,9 +289,29 @@ __device__ __forceinline__ void work(const FusedLossArgs& args, const FusedShape
 __device__ __forceinline__ loss::TokenInputs<FusedLane> load_token(const loss::PolicyLossArgs<float>& args,
                                                                    int64_t row) {
   const auto load = [row](const float* values) { return values != nullptr ? values[row] : 0.0f; };
-  return {
-      0.0f, load(args.proximal_logprobs), load(args.advantages), load(args.behavior_logprobs), load(args.ref_logprobs),
-      0.0f};
+  loss::TokenInputs<FusedLane> token = {};
+  token.live = args.loss_mask[row];
+  token.keep = args.keep_mask == nullptr || args.keep_mask[row];
+  token.proximal = load(args.proximal_logprobs);
+  token.advantage = load(args.advantages);
+  token.behavior = load(args.behavior_logprobs);
+  token.reference = load(args.ref_logprobs);
+  token.teacher = load(args.teacher_logprobs);
+  return token;
+}
+
+// Derivatives of the token's term, which no other token takes part in; 0 where the loss masks it.
+__device__ __forceinline__ loss::TokenLoss<float> derive_token(const loss::PolicyLossParams& params,
+                                                               const loss::LossConstants<FusedLane>& constants,
+                                                               const loss::TokenInputs<FusedLane>& token) {
+  constexpr loss::SequenceTerms<FusedLane> kAlone = {0.0f, 0.0f, 0.0f, 1.0f};
+  loss::TokenLoss<float> result = {};
+  if (!token.live) return result;
+  loss::NoStatistics<float> none;
+  loss::with_variant(params, [&](auto variant) {
+    result = loss::token_loss<decltype(variant), FusedLane>(constants, token, kAlone, none);
+  });
+  return result;
 }
 
 // The plan of a row's gradient from its sums, and its outputs; for one thread.
@@ -301,16 +321,11 @@ __device__ __forceinline__ void plan_row(const FusedLossArgs& args, const loss::
                                          RowPlan* plan) {
   const float temperature = args.input.row_temperature(row);
   const auto result = logprob::finish_row(total.partial, total.label_logit, temperature);
-  const bool live = args.loss.loss_mask[row];
   token.logprob = result.logprob;
   token.entropy = constants.has_entropy ? result.entropy : 0.0f;
-  loss::Accumulator<float> unused;
-  loss::reset<FusedLane>(unused);
-  if (!live) token = {};
+  const loss::TokenLoss<float> derived = derive_token(args.loss.params, constants, token);
   const float scale = *args.scale;
-  const float grad_logprob = loss::accumulate_tokens<FusedLane>(constants, token, live, unused);
-  const float grad_entropy = live && constants.rewards_entropy ? -constants.entropy_coef : 0.0f;
-  const logprob::Upstream<float> up = {scale * grad_logprob, scale * grad_entropy, 0.0f};
+  const logprob::Upstream<float> up = {scale * derived.grad_logprob, scale * derived.grad_entropy, 0.0f};
   plan->gradient = logprob::row_gradient(up, total.partial.max, result.log_sum, result.entropy, temperature);
   plan->label_gradient = logprob::label_gradient(up, result.logprob, result.entropy, temperature);
   if (cluster_rank() == 0) store_results(args.output, row, result, total.partial.max);
