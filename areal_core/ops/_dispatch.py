@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,12 +12,15 @@ from torch.autograd import forward_ad
 
 from areal_core import _C
 
+# How torch's dispatcher refuses a number of the wrong type.
+_WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
 
-def call(op: Any, *args: Any) -> Any:
+
+def call(op: Any, *args: Any, public: str | None = None) -> Any:
     """Call a native op; a broken contract raises ValueError (TypeError for a wrong dtype) instead of RuntimeError.
 
-    Native checks read "<op>: expected <what>, got <value>". Inside a compiled graph nothing can catch, so there the
-    same text arrives as RuntimeError.
+    Native checks read "<op>: expected <what>, got <value>"; `public` is the function that the user called, where it
+    has another name. Inside a compiled graph nothing can catch, so there the same text arrives as RuntimeError.
 
     The ops have gradients for torch.autograd alone: forward-mode derivatives, which torch would take for zero, and
     torch.func.grad raise NotImplementedError, as does vmap over an op that returns a list.
@@ -28,25 +33,50 @@ def call(op: Any, *args: Any) -> Any:
         return op(*args)
     except (RuntimeError, _C.Error) as error:  # which one depends on how torch was built
         text = str(error).split("\n", 1)[0]
+        if wrong := _WRONG_TYPE.search(text):
+            raise TypeError(f"{_name(op)}: expected {wrong[2]} of type {wrong[1]}, got {wrong[3]}") from None
         if "functorch transforms" in text:
             raise NotImplementedError(f"{_name(op)}: expected torch.autograd.grad, got torch.func.grad") from None
         if text.startswith("Batching rule not implemented"):
             raise NotImplementedError(f"{_name(op)}: expected a loop, got torch.func.vmap") from None
         if ": expected " not in text:
             raise
+        text = text if public is None else f"{public}: {text.split(': ', 1)[1]}"
         raise (TypeError if " dtype " in text else ValueError)(text) from None
 
 
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Register what `areal_core::<name>` gives for tensors without values: meta tensors, and those of a trace.
+
+    There, and there alone, no native code looks at the devices: one tensor elsewhere would give a result of any values.
+    """
+
+    def checked(*args: Any) -> Any:
+        arguments = getattr(torch.ops.areal_core, name).default._schema.arguments
+        device = None
+        for argument, value in zip(arguments, args, strict=False):
+            for x in _tensors([value]):
+                device = x.device if device is None else device
+                if x.device != device:
+                    raise ValueError(f"{name}: expected {argument.name} on {device}, got {x.device}")
+        return fake(*args)
+
+    torch.library.register_fake(f"areal_core::{name}", checked)
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    return (x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor))
+
+
 def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
-    tensors = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor))
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(args)):  # type: ignore[no-untyped-call]
         raise NotImplementedError(f"{_name(op)}: expected reverse-mode differentiation, got forward mode (jvp)")
 
 
 def _name(op: Any) -> str:
     """Of a native op, or of the apply of an autograd function that states it."""
-    if hasattr(op, "__self__"):
-        return str(op.__self__.op_name)
+    if name := getattr(getattr(op, "__self__", None), "op_name", None):
+        return str(name)
     return str(op).removeprefix("areal_core.").removesuffix(".default")
 
 

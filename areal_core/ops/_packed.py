@@ -39,3 +39,18 @@ def packed_tokens(
         tensors = {name: None if x is None else x.reshape(-1) for name, x in tensors.items()}
     flat = {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
     return as_int64(cu_seqlens, op, "cu_seqlens"), flat, shape
+
+
+def check_offsets(op: str, cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
+    """Check cu_seqlens of a function that calls no native op: its values on the CPU only, and not in a trace."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"{op}: expected cu_seqlens [S+1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{op}: expected cu_seqlens on {device}, got {cu_seqlens.device}")
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"{op}: expected non-decreasing cu_seqlens from 0 to {tokens} (number of packed tokens), "
+            f"got {cu_seqlens.tolist()}"
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._dispatch import as_int64, call, register_fake
 from areal_core.ops.moments import masked_moments, whiten
 
 if TYPE_CHECKING:
@@ -285,9 +285,9 @@ def _live_tokens_fake(cu_seqlens: Tensor, *_: Any) -> Tensor:
     return cu_seqlens.new_empty(cu_seqlens.shape[0] - 1, dtype=torch.float64)
 
 
-torch.library.register_fake("areal_core::group_scores", _group_scores_fake)
-torch.library.register_fake("areal_core::best_of_scores", _best_of_scores_fake)
-torch.library.register_fake("areal_core::spread_scores", _spread_scores_fake)
-torch.library.register_fake("areal_core::token_rewards", _token_rewards_fake)
-torch.library.register_fake("areal_core::sequence_rewards", _sequence_rewards_fake)
-torch.library.register_fake("areal_core::live_tokens", _live_tokens_fake)
+register_fake("group_scores", _group_scores_fake)
+register_fake("best_of_scores", _best_of_scores_fake)
+register_fake("spread_scores", _spread_scores_fake)
+register_fake("token_rewards", _token_rewards_fake)
+register_fake("sequence_rewards", _sequence_rewards_fake)
+register_fake("live_tokens", _live_tokens_fake)

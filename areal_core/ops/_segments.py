@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import call, register_fake
 
 Fill = float | Mapping[str, float]
 _ops = torch.ops.areal_core
@@ -77,6 +77,6 @@ def _copy_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return [None if g is None else next(copied) for g in grads], None, None, None, None, None
 
 
-torch.library.register_fake("areal_core::copy_segments", _fake_copy_segments)
-torch.library.register_fake("areal_core::copy_segments_into", lambda *arguments: None)
+register_fake("copy_segments", _fake_copy_segments)
+register_fake("copy_segments_into", lambda *arguments: None)
 torch.library.register_autograd("areal_core::copy_segments", _copy_backward, setup_context=_copy_setup)

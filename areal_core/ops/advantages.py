@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import call, register_fake
 from areal_core.ops._packed import as_mask, packed_tokens
 
 
@@ -131,5 +131,5 @@ def _discounted_returns_fake(rewards: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(rewards)
 
 
-torch.library.register_fake("areal_core::gae", _gae_fake)
-torch.library.register_fake("areal_core::discounted_returns", _discounted_returns_fake)
+register_fake("gae", _gae_fake)
+register_fake("discounted_returns", _discounted_returns_fake)

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._dispatch import as_int64, call, register_fake
 from areal_core.ops._segments import Fill, fill_values
 
 _ops = torch.ops.areal_core
@@ -33,6 +33,8 @@ def next_token_labels(input_ids: Tensor, cu_seqlens: Tensor, ignore_index: int =
         ValueError: shapes or `cu_seqlens` that do not fit T.
         TypeError: ids or `cu_seqlens` that are not integers.
     """
+    if input_ids.dim() == 0:
+        raise ValueError("next_token_labels: expected input_ids of shape [T], got []")
     return _shift(
         "next_token_labels", as_int64(input_ids, "next_token_labels", "input_ids"), cu_seqlens, -1, ignore_index
     )
@@ -134,12 +136,12 @@ def _shift(
     if isinstance(x, Tensor):
         if isinstance(fill, Mapping):
             raise ValueError(f"{op}: expected one fill for one tensor, got {dict(fill)}")
-        out: Tensor = call(_ops.shift_tokens, x.contiguous(), cu_seqlens, shift, float(fill))
+        out: Tensor = call(_ops.shift_tokens, x.contiguous(), cu_seqlens, shift, float(fill), public=op)
         return out
     if not x:
         return {}
     tensors = [value.contiguous() for value in x.values()]
-    shifted = call(_ops.shift_segments, tensors, cu_seqlens, shift, fill_values(op, x, fill))
+    shifted = call(_ops.shift_segments, tensors, cu_seqlens, shift, fill_values(op, x, fill), public=op)
     return dict(zip(x, shifted, strict=True))
 
 
@@ -183,9 +185,9 @@ def _shift_segments_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any,
     return [None if g is None else next(moved) for g in grads], None, None, None
 
 
-torch.library.register_fake("areal_core::shift_tokens", _fake_shift_tokens)
-torch.library.register_fake("areal_core::shift_segments", _fake_shift_segments)
-torch.library.register_fake("areal_core::position_ids", _fake_position_ids)
+register_fake("shift_tokens", _fake_shift_tokens)
+register_fake("shift_segments", _fake_shift_segments)
+register_fake("position_ids", _fake_position_ids)
 torch.library.register_autograd("areal_core::shift_tokens", _shift_backward, setup_context=_shift_setup)
 torch.library.register_autograd(
     "areal_core::shift_segments", _shift_segments_backward, setup_context=_shift_segments_setup

@@ -35,6 +35,9 @@ def zigzag_split(x: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> T
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"zigzag_split: expected cp_rank in [0, cp_size = {cp_size}), got {cp_rank}")
+    if x.dim() == 0:
+        raise ValueError("zigzag_split: expected x of shape [T, ...], got []")
+    _check_device("zigzag_split", x, cu_seqlens)
     begins, chunk, local = _chunks("zigzag_split", x.shape[0], cu_seqlens, cp_size)
     early, late = begins + cp_rank * chunk, begins + (2 * cp_size - 1 - cp_rank) * chunk
     source = torch.stack((early, late), 1).flatten()
@@ -57,16 +60,24 @@ def zigzag_merge(parts: Sequence[Tensor] | Tensor, cu_seqlens: Tensor) -> Tensor
         ValueError: a length that is no multiple of 2 cp_size (naming the sequence), shares that do not add up to T.
         TypeError: `cu_seqlens` that are not integers.
     """
+    if isinstance(parts, Tensor) and parts.dim() < 2:
+        raise ValueError(f"zigzag_merge: expected parts of shape [cp_size, T / cp_size, ...], got {list(parts.shape)}")
     cp_size = len(parts)
     if cp_size == 0:
-        raise ValueError("zigzag_merge: expected at least one part, got none")
+        raise ValueError("zigzag_merge: expected at least one part in parts, got none")
     rows = parts.flatten(0, 1) if isinstance(parts, Tensor) else torch.cat(list(parts))
+    _check_device("zigzag_merge", rows, cu_seqlens)
     begins, chunk, local = _chunks("zigzag_merge", rows.shape[0], cu_seqlens, cp_size)
     order = torch.arange(2 * cp_size, device=begins.device)
     owner = torch.minimum(order, 2 * cp_size - 1 - order)
     source = owner * (rows.shape[0] // cp_size) + local[:, None] + (order >= cp_size) * chunk[:, None]
     target = begins[:, None] + order * chunk[:, None]
     return _copy(rows, source.flatten(), target.flatten(), chunk.repeat_interleave(2 * cp_size), rows.shape[0])
+
+
+def _check_device(op: str, x: Tensor, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{op}: expected cu_seqlens on {x.device}, got {cu_seqlens.device}")
 
 
 def _chunks(op: str, tokens: int, cu_seqlens: Tensor, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -282,11 +282,40 @@ def compute_advantages(
         process_group=group,
         **flat,
     )
+    _check_sizes(batch)
     scores = sequence_scores(estimator, batch)
     advantages = token_advantages(estimator, batch, scores)
     if estimator.whiten:
         advantages = normalized_tokens(estimator, batch, scores, advantages)
     return advantages.reshape(shape)
+
+
+def _check_sizes(batch: Batch) -> None:
+    """Check what the native ops would report under names of their own."""
+    if batch.rewards.dim() == 0:
+        raise ValueError("compute_advantages: expected rewards of shape [S], got []")
+    sequences = batch.rewards.shape[0]
+    per_token = (batch.num_tokens,)
+    shapes = {
+        "cu_seqlens": (sequences + 1,),
+        "group_ids": (sequences,),
+        "greedy_rewards": (sequences,),
+        "loss_mask": per_token,
+        "token_rewards": per_token,
+        "logprobs": per_token,
+        "ref_logprobs": per_token,
+        "values": per_token,
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(batch, name)
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"compute_advantages: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.device != batch.rewards.device:
+            raise ValueError(f"compute_advantages: expected {name} on {batch.rewards.device}, got {tensor.device}")
+    if not -math.inf < batch.beta < math.inf:
+        raise ValueError(f"compute_advantages: expected beta finite, got {batch.beta}")
 
 
 _OPTIONS = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import call, register_fake
 from areal_core.ops._vocab_parallel import find_shard, gather_parts
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
     raise NotImplementedError("logprob_from_logits: expected one backward pass; the op has no second derivative")
 
 
-torch.library.register_fake("areal_core::logprob_forward", _fake_outputs)
-torch.library.register_fake("areal_core::logprob_merge", _fake_outputs)
-torch.library.register_fake("areal_core::logprob_partial", _fake_partial)
-torch.library.register_fake("areal_core::logprob_backward", _fake_backward)
-torch.library.register_fake("areal_core::logprob_backward_", _fake_backward_inplace)
+register_fake("logprob_forward", _fake_outputs)
+register_fake("logprob_merge", _fake_outputs)
+register_fake("logprob_partial", _fake_partial)
+register_fake("logprob_backward", _fake_backward)
+register_fake("logprob_backward_", _fake_backward_inplace)
 torch.library.register_autograd("areal_core::logprob_forward", _backward_forward, setup_context=_setup_forward)
 torch.library.register_autograd("areal_core::logprob_merge", _backward_merge, setup_context=_setup_merge)
 torch.library.register_autograd("areal_core::logprob_backward", _refuse_second_derivative)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import OnceDifferentiable, as_int64, call
+from areal_core.ops._dispatch import OnceDifferentiable, as_int64, call, register_fake
 from areal_core.ops.loss_config import PPOLossConfig
 from areal_core.ops.loss_stats import STAT_COUNT, PPOLossStats
 
@@ -178,5 +178,5 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
     return tuple(None if grad is None else once("ppo_loss", grad, *sources) for grad in grads)
 
 
-torch.library.register_fake("areal_core::ppo_loss", _fake)
+register_fake("ppo_loss", _fake)
 torch.library.register_autograd("areal_core::ppo_loss", _backward, setup_context=_setup_context)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import call
+from areal_core.ops._dispatch import call, register_fake
 from areal_core.ops._packed import as_mask
 
 _ops = torch.ops.areal_core
@@ -138,6 +138,6 @@ def _normalize_fake(numbers: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(numbers)
 
 
-torch.library.register_fake("areal_core::moment_ranges", _moment_ranges_fake)
-torch.library.register_fake("areal_core::moment_sums", _moment_sums_fake)
-torch.library.register_fake("areal_core::normalize", _normalize_fake)
+register_fake("moment_ranges", _moment_ranges_fake)
+register_fake("moment_sums", _moment_sums_fake)
+register_fake("normalize", _normalize_fake)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._dispatch import as_int64, call, register_fake
 from areal_core.ops._segments import Fill, copy_segments, copy_segments_into, fill_values, to_device
 
 _ops = torch.ops.areal_core
@@ -412,4 +412,4 @@ def _fake_mask_extents(mask: Tensor) -> Tensor:
     return mask.new_empty((3, mask.shape[0]), dtype=torch.int64)
 
 
-torch.library.register_fake("areal_core::mask_extents", _fake_mask_extents)
+register_fake("mask_extents", _fake_mask_extents)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal_core.ops._dispatch import as_int64, call
-from areal_core.ops._packed import as_mask, packed_tokens
+from areal_core.ops._packed import as_mask, check_offsets, packed_tokens
 
 _ops = torch.ops.areal_core
 _ORDERS = ("scale_first", "bias_first")
@@ -117,6 +117,11 @@ def shape_rewards(
         shaped = shaped.clamp(*config.clip)  # NaN stays
     if config.overlong_buffer > 0:
         offsets, flat, shape = packed_tokens(op, cu_seqlens, tokens)
+        if rewards.shape != (offsets.numel() - 1,) or rewards.device != offsets.device:
+            raise ValueError(
+                f"{op}: expected rewards of shape {[offsets.numel() - 1]} on the device of cu_seqlens, "
+                f"got {list(rewards.shape)} on {rewards.device}"
+            )
         count = shape.numel() if shape is not None else int(offsets[-1])
         lengths = call(_ops.live_tokens.default, offsets, flat["loss_mask"], count)
         penalty = soft_overlong_penalty(lengths, config.max_tokens, config.overlong_buffer)
@@ -163,8 +168,10 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
 
     Source: DAPO, arXiv 2503.14476, eq. 13.
     """
-    is_valid = 0 < buffer_tokens <= max_tokens
-    _check("soft_overlong_penalty", "buffer_tokens", is_valid, f"in (0, max_tokens = {max_tokens}]", buffer_tokens)
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ValueError(
+            f"soft_overlong_penalty: expected buffer_tokens in (0, max_tokens = {max_tokens}], got {buffer_tokens}"
+        )
     lengths = lengths if lengths.dtype == torch.float64 else lengths.to(torch.float32)
     return ((max_tokens - buffer_tokens - lengths) / buffer_tokens).clamp(-1.0, 0.0)
 
@@ -270,6 +277,11 @@ def filter_groups(rewards: Tensor, group_ids: Tensor, *, min_samples: int = 2) -
     _check("filter_groups", "min_samples", min_samples >= 2, ">= 2", min_samples)
     values = rewards.detach() if rewards.dtype == torch.float64 else rewards.detach().to(torch.float32)
     ids = as_int64(group_ids, "filter_groups", "group_ids")
+    if rewards.dim() != 1 or ids.shape != rewards.shape or ids.device != rewards.device:
+        raise ValueError(
+            "filter_groups: expected rewards and group_ids of shape [S] on one device, "
+            f"got {list(rewards.shape)} and {list(ids.shape)} on {rewards.device} and {ids.device}"
+        )
     sorted_ids, order = torch.sort(ids, stable=True)
     neutral: tuple[Any, ...] = (0, 0, False, False, False, False, 0, 0.0, False, False)
     mask = call(_ops.group_scores.default, values.contiguous(), None, sorted_ids, order, None, *neutral)[2]
@@ -298,6 +310,9 @@ def turn_ends(loss_mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     offsets, flat, _ = packed_tokens("turn_ends", cu_seqlens, {"loss_mask": as_mask(loss_mask)})
     live = flat["loss_mask"]
     assert live is not None
+    if cu_seqlens is not None and live.dim() != 1:
+        raise ValueError(f"turn_ends: expected loss_mask of shape [T] with cu_seqlens, got {list(live.shape)}")
+    check_offsets("turn_ends", offsets, live.numel(), live.device)
     last = torch.zeros(live.numel() + 1, dtype=torch.bool, device=live.device)
     last[offsets] = True  # the token after a sequence starts another, or is past the end
     follows = torch.cat([live[1:], live.new_zeros(1)]) if live.numel() else live

@@ -133,6 +133,16 @@ def advantages(name: str, *inputs: str, **options: Any) -> Callable[[int], Argum
     return make
 
 
+def groups(size: int) -> Arguments:
+    return {"rewards": torch.tensor([1.0, 0.0, 0.5, 2.0] * size), "group_ids": torch.tensor([4, 1, 4, 4] * size)}
+
+
+def shaped_rewards(size: int) -> Arguments:
+    config = ops.RewardConfig(max_tokens=8, overlong_buffer=4, kl_coef=0.1, clip=(-1.0, 1.0))
+    given = {"rewards": torch.tensor([1.0, 0.0, 0.5, 2.0]), "config": config, "cu_seqlens": cu_seqlens(size)}
+    return {**given, **per_token(size, "logprobs", "ref_logprobs"), "loss_mask": loss_mask(size)}
+
+
 def packed_batch(size: int) -> ops.PackedBatch:
     return ops.pack(padded_batch(size), lengths=lengths(size), multiple_of=8)
 
@@ -177,6 +187,17 @@ SAMPLES = [
     Sample("discounted_returns", "", lambda n: {**per_token(n, "rewards"), "cu_seqlens": cu_seqlens(n), "gamma": 0.9}),
     Sample("masked_moments", "", lambda n: {**per_token(n, "numbers"), "loss_mask": loss_mask(n)}),
     Sample("whiten", "", lambda n: {**per_token(n, "numbers"), "loss_mask": loss_mask(n)}),
+    Sample("scale_rewards", "", lambda n: {**per_token(n, "rewards"), "scaling": 0.5, "bias": 1.0}),
+    Sample(
+        "soft_overlong_penalty",
+        "",
+        lambda n: {"lengths": torch.tensor(lengths(n)), "max_tokens": 5 * n, "buffer_tokens": 4},
+    ),
+    Sample("kl_penalty", "", lambda n: {**per_token(n, "logprobs", "ref_logprobs"), "loss_mask": loss_mask(n)}),
+    Sample("shape_rewards", "", shaped_rewards),
+    Sample("filter_groups", "", lambda n: groups(n), traceable=False),
+    Sample("turn_ends", "", lambda n: {"loss_mask": loss_mask(n), "cu_seqlens": cu_seqlens(n)}),
+    Sample("compute_advantages", "pass_at_k", advantages("pass_at_k", "group_ids")),
     Sample("compute_advantages", "dr_grpo", advantages("dr_grpo", "group_ids")),
     Sample("compute_advantages", "grpo_original", advantages("grpo_original", "group_ids", "kl")),
     Sample("compute_advantages", "grpo_batch", advantages("grpo_r1", "group_ids", "kl", std_level="batch")),

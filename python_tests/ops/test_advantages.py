@@ -291,9 +291,9 @@ def test_empty_batches(name: str) -> None:
         ("grpo_r1", {"lam": 0.9}, "lam = 1 with grpo_r1"),
         ("grpo_r1", {"values": torch.zeros(3)}, "values = None"),
         ("grpo_r1", {"greedy_rewards": torch.zeros(3)}, "greedy_rewards = None"),
-        ("grpo_r1", {"rewards": torch.zeros(3)}, r"of shape \[3\]"),
+        ("grpo_r1", {"rewards": torch.zeros(3)}, r"cu_seqlens of shape \[4\]"),
         ("grpo_r1", {"group_ids": torch.zeros(11).long()}, r"of shape \[12\]"),
-        ("grpo_r1", {"cu_seqlens": torch.tensor([0, 103])}, r"of shape \[1\]"),
+        ("grpo_r1", {"cu_seqlens": torch.tensor([0, 103])}, r"cu_seqlens of shape \[13\]"),
     ],
 )
 def test_bad_arguments_name_themselves(name: str, change: dict[str, Any], message: str) -> None:
