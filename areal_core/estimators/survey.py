@@ -125,7 +125,7 @@ def take_survey(group_size: int = 8) -> Survey:
         ValueError: group_size not in [2, 8]: a group of one has no contrast, and the number of groups explodes.
     """
     if not 2 <= group_size <= 8:
-        raise ValueError(f"estimators: expected group size in [2, 8], got {group_size}")
+        raise ValueError(f"expected a group size in [2, 8], got {group_size}")
     mdp, logits = example()
     return Survey(
         group_size=group_size,

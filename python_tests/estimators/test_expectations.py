@@ -78,6 +78,17 @@ def test_exact_rows(mdp_and_logits, group_size):
         assert torch.allclose(moments.gradient, -share * gradient, rtol=0, atol=EXACT), estimator.name
 
 
+@pytest.mark.parametrize(("k", "group_size"), [(2, 3), (2, 5), (3, 5)])
+def test_pass_at_k_follows_the_gradient_of_the_best_of_k(mdp_and_logits, k, group_size):
+    """Undivided: (1/k - 1/M) times the gradient of the probability that one of k is right."""
+    mdp, logits = mdp_and_logits
+    leaf = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((1 - (1 - mdp.success(leaf)) ** k).mean(), leaf)
+    case = Case("pass_at_k", arguments={"k": k, "std_level": "none"})
+    moments = evaluate(case, mdp, logits, group_size=group_size)
+    assert torch.allclose(moments.gradient, -(1 / k - 1 / group_size) * gradient, rtol=0, atol=EXACT)
+
+
 # -- As the group grows ------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +194,23 @@ def test_dapo_weighs_prompts_by_their_spread_and_mean_length(few_kinds):
     errors = limit_errors("dapo", mdp, logits, limit)
     assert_halves(errors)
     assert errors[-1] < 0.01
+
+
+def test_opo_becomes_the_policy_gradient(few_kinds):
+    """Its baseline, the reward weighted by length, contains the response itself."""
+    mdp, logits = few_kinds
+    tokens = mdp.responses.lengths.double()
+    baseline = mdp.per_prompt(tokens * mdp.responses.rewards, logits) / mdp.mean_length(logits)
+    limit_advantage = mdp.responses.rewards - baseline[mdp.responses.prompts]
+    limit = -mdp.policy_gradient(logits)
+    gradient_errors, advantage_errors = [], []
+    for group_size in (16, 32, 64):
+        gradient, advantages = expected_gradient("opo", mdp, logits, group_size)
+        gradient_errors.append(float((gradient - limit).norm() / limit.norm()))
+        advantage_errors.append(float((advantages - limit_advantage).norm() / limit_advantage.norm()))
+    for errors in (gradient_errors, advantage_errors):
+        assert_halves(errors)
+        assert errors[-1] < 0.02
 
 
 @pytest.mark.parametrize("name", ["grpo_r1", "dapo"])

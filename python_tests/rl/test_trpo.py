@@ -12,6 +12,15 @@ from areal_core.estimators import TreeMDP, example
 from areal_core.rl.trpo import conjugate_gradient, hessian_product, kl_divergence, trpo_step
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many small tensors: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Tabular(nn.Module):
     def __init__(self, logits):
         super().__init__()
@@ -93,12 +102,14 @@ def test_conjugate_gradient_stops():
     assert residual == 1
 
 
-def test_the_step_is_the_formula(mdp_and_logits):
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_the_step_is_the_formula(mdp_and_logits, damping):
     mdp, logits = mdp_and_logits
     policy, delta = Tabular(logits), 1e-4
-    result = step(policy, mdp, delta=delta, cg_iters=50, damping=0.0, max_backtracks=3, backtrack=0.99)
+    result = step(policy, mdp, delta=delta, cg_iters=50, damping=damping, max_backtracks=3, backtrack=0.99)
     gradient = mdp.policy_gradient(logits).flatten() / mdp.mean_length(logits).mean()
-    natural = torch.linalg.pinv(exact_fisher(mdp, logits)) @ gradient
+    damped = exact_fisher(mdp, logits) + damping * torch.eye(logits.numel(), dtype=torch.float64)
+    natural = torch.linalg.pinv(damped) @ gradient
     expected = (2 * delta / (gradient @ natural)).sqrt() * natural
     assert result.accepted
     assert torch.allclose(policy.logits.detach().flatten() - logits.flatten(), result.scale * expected, rtol=1e-7)
