@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda_shim/orders.h"
+#include "ops/advantages/best_of.h"
 #include "ops/advantages/gae.h"
 #include "ops/advantages/group.h"
 #include "ops/advantages/moments.h"
@@ -159,11 +160,10 @@ struct Groups {
   std::vector<float> rewards;
   std::vector<double> wide;
   std::vector<double> lengths;
-  std::vector<int64_t> sorted_ids, order;
+  std::vector<int64_t> ids, sorted_ids, order;
 
   explicit Groups(int64_t count) {
     std::mt19937 random(static_cast<unsigned>(count));
-    std::vector<int64_t> ids;
     for (int64_t i = 0; i < count; ++i) {
       ids.push_back(static_cast<int64_t>(random() % 9) * 1000000007 - 3);
       lengths.push_back(static_cast<double>(random() % 5));
@@ -227,6 +227,44 @@ TEST(GroupScoresKernel, MatchesTheCpu) {
               ASSERT_EQ(signal[s], true_signal[s]);
             }
             EXPECT_TRUE(same_bits(lengths, true_lengths));
+          },
+          1);
+    }
+  }
+}
+
+TEST(BestOfKernel, GivesTheBitsOfTheCpu) {
+  for (const int64_t count : {0, 1, 5, 200}) {
+    Groups groups(count);
+    // Within a group rewards must not decrease, NaN last.
+    std::stable_sort(groups.order.begin(), groups.order.end(), [&](int64_t i, int64_t j) {
+      const float a = groups.rewards[i], b = groups.rewards[j];
+      return std::isnan(b) ? !std::isnan(a) : a < b;
+    });
+    std::stable_sort(groups.order.begin(), groups.order.end(),
+                     [&](int64_t i, int64_t j) { return groups.ids[i] < groups.ids[j]; });
+    for (int i = 0; i < 12; ++i) {
+      const BestOfOptions options{.k = 1 + i % 4,
+                                  .divide_by_std = i % 2 == 0,
+                                  .eps = 1e-6,
+                                  .eps_in_root = i % 3 == 0,
+                                  .singleton_raw = i % 5 == 0};
+      std::vector<double> truth(groups.rewards.size(), -7);
+      best_of_scores_cpu(BestOfArgs<float>{options, count, groups.rewards.data(), groups.sorted_ids.data(),
+                                           groups.order.data(), truth.data()});
+      cuda_shim::for_each_order(
+          [&] {
+            std::vector<double> out(truth.size(), -9);
+            cuda::best_of_scores(BestOfArgs<float>{options, count, groups.rewards.data(), groups.sorted_ids.data(),
+                                                   groups.order.data(), out.data()},
+                                 nullptr);
+            for (size_t s = 0; s < out.size(); ++s) {
+              if (std::isnan(truth[s])) {
+                ASSERT_TRUE(std::isnan(out[s]));
+              } else {
+                ASSERT_EQ(out[s], truth[s]);
+              }
+            }
           },
           1);
     }

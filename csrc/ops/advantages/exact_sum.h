@@ -36,8 +36,18 @@ AREAL_HOST_DEVICE SumGrid sum_grid(double bound, double count) {
   int bound_bits = 0, count_bits = 0;
   std::frexp(bound, &bound_bits);
   std::frexp(count, &count_bits);
+  if (count == 0) return {0, 0};
   if (!(bound <= 1.7976931348623157e308)) return {bound, bound};  // infinity or NaN reaches the sum
   return {std::ldexp(1.5, bound_bits + count_bits), std::ldexp(1.5, bound_bits + 2 * count_bits - 53)};
+}
+
+// A term that is a product, rounded: in an fma with the grid it would be another number.
+AREAL_HOST_DEVICE double product(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
 }
 
 AREAL_HOST_DEVICE void add(double term, const SumGrid& grid, ExactSum& sum) {

@@ -69,7 +69,7 @@ AREAL_HOST_DEVICE RewardGrids reward_grids(const Extent& e) {
 AREAL_HOST_DEVICE void add(const Member& m, const RewardGrids& grids, RewardSums& sums) {
   if (m.reward != m.reward) return;
   add(m.reward, grids.plain, sums.plain);
-  add(m.reward * m.length, grids.weighted, sums.weighted);
+  add(product(m.reward, m.length), grids.weighted, sums.weighted);
 }
 AREAL_HOST_DEVICE RewardSums merge(const RewardSums& a, const RewardSums& b) {
   return {merge(a.plain, b.plain), merge(a.weighted, b.weighted)};
@@ -81,7 +81,7 @@ AREAL_HOST_DEVICE SumGrid square_grid(double min, double max, double count) {
 }
 AREAL_HOST_DEVICE void add_square(double x, double mean, const SumGrid& grid, ExactSum& squares) {
   const double d = x - mean;
-  if (x == x) add(d * d, grid, squares);
+  if (x == x) add(product(d, d), grid, squares);
 }
 
 struct GroupStatistics {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "base/isa.h"
 #include "ops/advantages/exact_sum.h"
 
 namespace areal::advantages {
@@ -36,6 +37,16 @@ template <class Real>
 void normalize_cpu(const MomentArgs<Real>& args, const double* mean, const double* scale, Real* out);
 
 }  // namespace areal::advantages
+
+namespace areal {
+// Of the numbers [begin, end).
+AREAL_ISA_DECLARE(advantages::Range moment_range(const advantages::MomentArgs<float>& args, int64_t begin, int64_t end))
+AREAL_ISA_DECLARE(advantages::ExactSum moment_sum(const advantages::MomentArgs<float>& args,
+                                                  const advantages::SumGrid& grid, const double* mean, int64_t begin,
+                                                  int64_t end))
+AREAL_ISA_DECLARE(void normalize_range(const advantages::MomentArgs<float>& args, double mean, double scale,
+                                       int64_t begin, int64_t end, float* out))
+}  // namespace areal
 
 namespace areal::cuda {
 // stream is a cudaStream_t; no synchronisation.

@@ -33,12 +33,19 @@ AREAL_HOST_DEVICE SumGrid grid_of(const Range& r, bool squares) {
 template <class Real>
 AREAL_HOST_DEVICE double term(const MomentArgs<Real>& args, int64_t i, const double* mean) {
   const double x = static_cast<double>(args.numbers[i]);
-  return mean == nullptr ? x : (x - *mean) * (x - *mean);
+  return mean == nullptr ? x : product(x - *mean, x - *mean);
 }
+
+// In float the mean comes in two halves, of which the first takes off what would cost digits.
+AREAL_HOST_DEVICE float normalized(float x, double mean, double scale) {
+  const float high = static_cast<float>(mean), low = static_cast<float>(mean - high);
+  return ((x - high) - low) * static_cast<float>(scale);
+}
+AREAL_HOST_DEVICE double normalized(double x, double mean, double scale) { return (x - mean) * scale; }
 
 template <class Real>
 AREAL_HOST_DEVICE Real normalized(const MomentArgs<Real>& args, int64_t i, double mean, double scale) {
-  return is_live(args, i) ? static_cast<Real>((static_cast<double>(args.numbers[i]) - mean) * scale) : Real(0);
+  return is_live(args, i) ? normalized(args.numbers[i], mean, scale) : Real(0);
 }
 
 }  // namespace areal::advantages

@@ -5,6 +5,20 @@
 #include "ops/advantages/sequence_loop.h"
 #include "ops/advantages/token_math.h"
 
+namespace areal {
+namespace {
+
+void fill_with_kl(const advantages::SpreadArgs<float>& args, int64_t s, int64_t begin, int64_t end) {
+  const double divisor = args.divisors != nullptr ? args.divisors[s] : 1;
+  AREAL_ISA_DISPATCH(spread_with_kl(args, args.scores[s], divisor, begin, end));
+}
+void fill_with_kl(const advantages::SpreadArgs<double>& args, int64_t s, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) args.advantages[t] = advantages::token_advantage(args, s, t);
+}
+
+}  // namespace
+}  // namespace areal
+
 namespace areal::advantages {
 namespace {
 
@@ -28,7 +42,7 @@ void spread(const SpreadArgs<Real>& args) {
       const Real value = static_cast<Real>(sequence_advantage(args, s));
       return fill_live(mask != nullptr ? mask + begin : nullptr, end - begin, value, args.advantages + begin);
     }
-    for (int64_t t = begin; t < end; ++t) args.advantages[t] = token_advantage(args, s, t);
+    fill_with_kl(args, s, begin, end);
   });
 }
 

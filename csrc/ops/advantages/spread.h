@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "base/isa.h"
 #include "base/segments.h"
 
 namespace areal::advantages {
@@ -27,6 +28,12 @@ void spread_scores_cpu(const SpreadArgs<float>& args);
 void spread_scores_cpu(const SpreadArgs<double>& args);
 
 }  // namespace areal::advantages
+
+namespace areal {
+// The tokens [begin, end) of one sequence, with the KL term.
+AREAL_ISA_DECLARE(void spread_with_kl(const advantages::SpreadArgs<float>& args, double score, double divisor,
+                                      int64_t begin, int64_t end))
+}  // namespace areal
 
 namespace areal::cuda {
 // tokens: the size of the per-token arrays. cu_seqlens, which is not readable from the host, is cut to it, and tokens

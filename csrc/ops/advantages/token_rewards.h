@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "base/isa.h"
 #include "base/segments.h"
 
 namespace areal::advantages {
@@ -35,6 +36,13 @@ void sequence_rewards_cpu(const TokenRewards<Real>& rewards, const Segments& seg
 void live_tokens_cpu(const Segments& segments, const bool* loss_mask, double* counts);
 
 }  // namespace areal::advantages
+
+namespace areal {
+// Of the tokens [begin, end).
+AREAL_ISA_DECLARE(void token_rewards_range(const advantages::TokenRewards<float>& rewards, int64_t begin, int64_t end,
+                                           float* out))
+AREAL_ISA_DECLARE(double sequence_reward(const advantages::TokenRewards<float>& rewards, int64_t begin, int64_t end))
+}  // namespace areal
 
 namespace areal::cuda {
 // tokens: the size of the per-token arrays, which cu_seqlens, not readable from the host, is cut to. stream is a
