@@ -312,7 +312,7 @@ def _common_width(batch: Mapping[str, Tensor], lengths: Tensor, per_sequence: Co
 def _check_lengths(lengths: Tensor, width: int) -> None:
     if lengths.dim() != 1:
         raise ValueError(f"pack: expected lengths [S], got {list(lengths.shape)}")
-    if lengths.numel() and not (0 <= int(lengths.min()) and int(lengths.max()) <= width):
+    if lengths.numel() and not (int(lengths.min()) >= 0 and int(lengths.max()) <= width):
         row = int(torch.nonzero((lengths < 0) | (lengths > width))[0])
         raise ValueError(f"pack: expected lengths in [0, {width}], got lengths[{row}] = {int(lengths[row])}")
 

@@ -150,6 +150,13 @@ def test_partition_properties(lengths: list[int], data: st.DataObject, equal_siz
     assert len(bins) == k
     if equal_size:
         assert max(map(len, bins)) - min(map(len, bins)) <= 1
+        linear, quadratic = (1.0, 0.0) if cost == "tokens" else cost
+        costs = [linear * n + quadratic * n * n for n in lengths]
+        ordered = sorted(bins, key=lambda b: sum(costs[i] for i in b))
+        gap = sum(costs[i] for i in ordered[-1]) - sum(costs[i] for i in ordered[0])
+        # Every swap of the fullest bin with the emptiest would make it worse (equal: as bad).
+        moves = [costs[i] - costs[j] for i in ordered[-1] for j in ordered[0]]
+        assert not any(1e-6 < moved < gap - 1e-6 for moved in moves)
     if cost == "tokens" and not equal_size:
         # No more than one sequence can separate two bins: moving it would have been better.
         assert max(loads(bins, lengths)) - min(loads(bins, lengths)) <= max(lengths)
@@ -161,6 +168,16 @@ def test_partition_known_optimum() -> None:
     assert {len(b) for b in ops.partition_balanced([100, 1, 1, 1, 1, 1], 2, equal_size=True)} == {3}
     quadratic = ops.partition_balanced([10, 6, 6, 6], 2, cost=(0.0, 1.0))
     assert sorted(map(sorted, quadratic)) == [[0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("count", [4096, 4100])
+def test_equal_sizes_are_level(count: int) -> None:
+    generator = random.Random(0)
+    lengths = [min(32768, int(generator.lognormvariate(7.6, 0.8))) for _ in range(count)]
+    bins = ops.partition_balanced(lengths, 64, equal_size=True)
+    check(bins, lengths, None)
+    assert {len(b) for b in bins} <= {count // 64, -(-count // 64)}
+    assert max(loads(bins, lengths)) - min(loads(bins, lengths)) <= 16  # of 146,000 a bin
 
 
 def test_partition_cap() -> None:

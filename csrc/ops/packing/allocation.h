@@ -41,7 +41,7 @@ struct PartitionOptions {
   std::optional<int64_t> max_tokens;
 };
 
-// Karmarkar-Karp largest differencing over options.bins bins, O(n k log k). Throws areal::Error when the cap can't be
+// Karmarkar-Karp largest differencing over options.bins bins, O(n k log k); equal sizes are levelled further by swaps. Throws areal::Error when the cap can't be
 // kept (by differencing, nor by first fit decreasing if sizes may differ), and with fewer sequences than bins.
 Bins partition_balanced(std::span<const int64_t> lengths, const PartitionOptions& options);
 
@@ -56,6 +56,8 @@ void split_fullest(Bins& result, int64_t bins);
 void sort_within(Bins& bins, size_t sequences);
 // Levels the sums of `costs` over `bins` bins; `order` sorts costs from the largest.
 Bins largest_differencing(std::span<const double> costs, std::span<const int64_t> order, int64_t bins, bool equal_size);
+// Swaps sequences between the fullest and the emptiest bin while that brings their costs closer together; sizes stay.
+void level_by_swaps(Bins& bins, std::span<const double> costs);
 int64_t max_load(const Bins& bins, std::span<const int64_t> lengths);
 
 }  // namespace areal
