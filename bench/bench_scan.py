@@ -1,4 +1,6 @@
-"""gae against a Python loop over time, and compute_advantages against a Python loop over groups.
+"""Scans, whitening, KL in the reward and group scores against what plain torch makes of them.
+
+Scans: a Python loop over time, all sequences abreast. Groups: a Python loop over groups.
 
 python bench/bench_scan.py --sequences 512 --length 4096 --threads 1
 """
@@ -72,6 +74,92 @@ def gae_case(bench: Bench, sequences: int, length: int, device: str, masked: boo
     )
 
 
+def eager_returns(rewards: Tensor) -> Tensor:
+    returns = torch.empty_like(rewards)
+    ahead = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        ahead = returns[:, t] = rewards[:, t] + GAMMA * ahead
+    return returns
+
+
+def eager_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Masked mean and variance as the libraries write them, in float32."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count
+    variance = ((x - mean).square() * mask).sum() / (count - 1)
+    return torch.where(mask, (x - mean) * (variance + 1e-8).rsqrt(), 0.0)
+
+
+def returns_case(bench: Bench, sequences: int, length: int, device: str) -> None:
+    rewards = torch.randn(sequences, length, device=device)
+    few = rewards[:CHECKED_SEQUENCES]
+    zeros = torch.zeros_like(few).flatten()
+    cu_seqlens = torch.arange(CHECKED_SEQUENCES + 1) * length
+    truth = reference.gae(few.flatten(), zeros, cu_seqlens, gamma=GAMMA, lam=1.0)[1].reshape(few.shape)
+    tokens = sequences * length
+    bench.compare(
+        f"discounted returns, {sequences} sequences of {length} tokens",
+        {
+            "torch, loop over time": lambda: eager_returns(rewards),
+            "ours": lambda: ops.discounted_returns(rewards, gamma=GAMMA),
+        },
+        check=lambda name, result: assert_close(name, result[:CHECKED_SEQUENCES], truth, 1e-4, 1e-5),
+        read_bytes=4 * tokens,
+        written_bytes=4 * tokens,
+        flops=2 * tokens,
+    )
+
+
+def kl_to_go_case(bench: Bench, sequences: int, length: int, device: str) -> None:
+    """REINFORCE with the KL trick: r less the KL from each token on."""
+    logprobs, ref_logprobs = -torch.rand(2, sequences, length, device=device)
+    rewards = torch.rand(sequences, device=device)
+    mask = (torch.arange(length, device=device) >= length // 8).expand(sequences, length).contiguous()
+
+    def eager() -> Tensor:
+        kl = torch.where(mask, logprobs - ref_logprobs, 0.0)
+        to_go = kl.flip(1).cumsum(1).flip(1)
+        return torch.where(mask, rewards[:, None] - 0.1 * to_go, 0.0)
+
+    kl = torch.where(mask, logprobs.double() - ref_logprobs.double(), 0.0)
+    truth = torch.where(mask, rewards[:, None] - 0.1 * kl.flip(1).cumsum(1).flip(1), 0.0)
+    tokens = sequences * length
+    bench.compare(
+        f"KL-shaped rewards to go, {sequences} sequences of {length} tokens",
+        {
+            "torch, cumsum": eager,
+            "ours": lambda: ops.compute_advantages(
+                "reinforce_kl",
+                rewards=rewards,
+                loss_mask=mask,
+                logprobs=logprobs,
+                ref_logprobs=ref_logprobs,
+                beta=0.1,
+            ),
+        },
+        check=lambda name, result: assert_close(name, result, truth, 1e-3, 1e-4),
+        read_bytes=9 * tokens,
+        written_bytes=4 * tokens,
+        flops=4 * tokens,
+    )
+
+
+def whiten_case(bench: Bench, sequences: int, length: int, device: str) -> None:
+    tokens = sequences * length
+    numbers = torch.randn(tokens, device=device)
+    mask = torch.rand(tokens, device=device) < 0.8
+    live = numbers[mask].double()
+    truth = torch.where(mask, (numbers.double() - live.mean()) / (live.var() + 1e-8).sqrt(), 0.0)
+    bench.compare(
+        f"whitening over {tokens} tokens",
+        {"torch": lambda: eager_whiten(numbers, mask), "ours": lambda: ops.whiten(numbers, loss_mask=mask)},
+        check=lambda name, result: assert_close(name, result, truth, 1e-4, 1e-4),
+        read_bytes=5 * tokens,
+        written_bytes=4 * tokens,
+        flops=6 * tokens,
+    )
+
+
 def eager_grpo(rewards: Tensor, group_ids: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
     scores = torch.zeros_like(rewards)
     for group in group_ids.unique():
@@ -105,7 +193,7 @@ def group_case(bench: Bench, sequences: int, length: int, device: str) -> None:
 
 
 def main() -> None:
-    parser = argument_parser("Benchmark of gae and compute_advantages.")
+    parser = argument_parser("Benchmark of the scans, whitening and compute_advantages.")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--length", type=int, default=4096)
     args = parser.parse_args()
@@ -113,7 +201,8 @@ def main() -> None:
     bench = Bench("scan", args)
     for masked in (False, True):
         gae_case(bench, args.sequences, args.length, args.device, masked)
-    group_case(bench, args.sequences, args.length, args.device)
+    for case in (returns_case, kl_to_go_case, whiten_case, group_case):
+        case(bench, args.sequences, args.length, args.device)
     bench.save()
 
 
