@@ -79,24 +79,32 @@ def evaluate(case: Case, mdp: TreeMDP, logits: Tensor, *, group_size: int = 4, n
     """
     enumerated = num_prompts if case.whole_batch else 1
     batches = outcomes(mdp, logits, group_size, enumerated)
-    differentiate: Any = torch.autograd.functional.jacobian
-    jacobian: Tensor = differentiate(mdp.token_logprobs, logits.detach()).flatten(1)
-    gradient, square = jacobian.new_zeros(logits.numel()), 0.0
-    summed, visited = jacobian.new_zeros(logits.numel()), jacobian.new_zeros(logits.numel())
+    scores = _token_scores(mdp, logits)
+    gradient, square = torch.zeros_like(logits), 0.0
+    summed, visited = scores.new_zeros(logits.numel()), scores.new_zeros(logits.numel())
     for batch in _split(batches):
         responses, tokens, outcome = _pack(mdp, batch)
         group_ids = torch.arange(len(responses.rewards)) // group_size
         advantages = case.advantages(mdp, logits, responses, _unit_of_statistics(case, group_ids, enumerated))
         per_token = loss_gradient(mdp.token_logprobs(logits)[tokens], advantages, batch.members.shape[1])
-        gradients = jacobian.new_zeros(len(batch.members), logits.numel())
-        gradients.index_add_(0, outcome, per_token[:, None] * jacobian[tokens])
-        gradient += batch.probabilities @ gradients
-        square += float(batch.probabilities @ gradients.square().sum(-1))
+        gradients = scores.new_zeros(len(batch.members) * mdp.num_states, mdp.num_actions)
+        gradients.index_add_(0, outcome * mdp.num_states + responses.states, per_token[:, None] * scores[tokens])
+        gradients = gradients.view(-1, *logits.shape)
+        gradient += torch.einsum("n,nsa->sa", batch.probabilities, gradients)
+        square += float(batch.probabilities @ gradients.square().sum((1, 2)))
         pair, weight = responses.states * mdp.num_actions + responses.actions, batch.probabilities[outcome]
         summed.index_add_(0, pair, weight * advantages)
         visited.index_add_(0, pair, weight)
     variance = (square - float(gradient.square().sum())) * enumerated / num_prompts
-    return GradientMoments((summed / visited).view_as(logits), gradient.view_as(logits), variance)
+    return GradientMoments((summed / visited).view_as(logits), gradient, variance)
+
+
+def _token_scores(mdp: TreeMDP, logits: Tensor) -> Tensor:
+    """float64 [T, num_actions], gradient of each token's log-probability in the logits of its state, the only ones."""
+    rows = logits.detach()[mdp.responses.states].requires_grad_()
+    logprobs = rows.log_softmax(-1).gather(1, mdp.responses.actions[:, None])
+    (scores,) = torch.autograd.grad(logprobs.sum(), rows)
+    return scores
 
 
 def loss_gradient(logprobs: Tensor, advantages: Tensor, normalizer: int) -> Tensor:
