@@ -149,36 +149,45 @@ TEST(CApiCuda, LogprobOverShards) {
 
 TEST(CApiCuda, PolicyLoss) {
   const auto logprobs = wave(kTokens, 0.3), proximal = wave(kTokens, 0.31), advantages = wave(kTokens, 1.1);
-  auto args = make<areal_policy_loss_args>();
-  args.tokens = kTokens;
-  args.logprobs = logprobs.data();
-  args.proximal_logprobs = proximal.data();
-  args.advantages = advantages.data();
-  args.loss_mask = kMask.data();
-  args.clip_low = args.clip_high = 0.2;
-  args.stats_count = areal_policy_loss_stat_count();
-  std::vector<float> grads[2], sums[2];
-  std::vector<double> stats[2], scratch(areal_policy_loss_scratch_bytes(kTokens) / sizeof(double));
-  for (const int on_device : {0, 1}) {
-    grads[on_device].resize(kTokens, NAN);
-    sums[on_device].resize(2, NAN);
-    stats[on_device].resize(args.stats_count, NAN);
-    args.loss = sums[on_device].data();
-    args.scale = sums[on_device].data() + 1;
-    args.grad_logprobs = grads[on_device].data();
-    args.stats = stats[on_device].data();
-    if (on_device == 0) {
-      expect_ok(areal_policy_loss_cpu(&args));
-    } else {
-      expect_refused(areal_policy_loss_cuda(&args, nullptr), "expected scratch_bytes >= ");
-      args.scratch = scratch.data();
-      args.scratch_bytes = areal_policy_loss_scratch_bytes(kTokens);
-      expect_ok(areal_policy_loss_cuda(&args, nullptr));
+  for (const int64_t ratio_level : {AREAL_RATIO_TOKEN, AREAL_RATIO_SEQUENCE}) {
+    auto args = make<areal_policy_loss_args>();
+    args.tokens = kTokens;
+    args.sequences = kSequences;
+    args.cu_seqlens = kCuSeqlens.data();
+    args.logprobs = args.entropy = logprobs.data();
+    args.proximal_logprobs = proximal.data();
+    args.advantages = advantages.data();
+    args.loss_mask = kMask.data();
+    args.ratio_level = ratio_level;
+    args.aggregation = AREAL_SEQUENCE_MEAN_TOKEN_MEAN;
+    args.clip_low = args.clip_high = 0.2;
+    args.entropy_coef = 0.1;
+    args.stats_count = areal_policy_loss_stat_count();
+    const int64_t scratch_bytes = areal_policy_loss_scratch_bytes(kTokens, kSequences);
+    std::vector<float> grads[2], sums[2];
+    std::vector<double> stats[2], scratch(static_cast<size_t>(scratch_bytes) / sizeof(double));
+    for (const int on_device : {0, 1}) {
+      grads[on_device].resize(2 * kTokens, NAN);
+      sums[on_device].resize(2, NAN);
+      stats[on_device].resize(static_cast<size_t>(args.stats_count), NAN);
+      args.loss = sums[on_device].data();
+      args.scale = sums[on_device].data() + 1;
+      args.grad_logprobs = grads[on_device].data();
+      args.grad_entropy = grads[on_device].data() + kTokens;
+      args.stats = stats[on_device].data();
+      if (on_device == 0) {
+        expect_ok(areal_policy_loss_cpu(&args));
+      } else {
+        expect_refused(areal_policy_loss_cuda(&args, nullptr), "expected scratch_bytes >= ");
+        args.scratch = scratch.data();
+        args.scratch_bytes = scratch_bytes;
+        expect_ok(areal_policy_loss_cuda(&args, nullptr));
+      }
     }
+    expect_close(grads[1], grads[0]);
+    expect_close(sums[1], sums[0]);
+    expect_close(stats[1], stats[0]);
   }
-  expect_close(grads[1], grads[0]);
-  expect_close(sums[1], sums[0]);
-  expect_close(stats[1], stats[0]);
 }
 
 TEST(CApiCuda, Gae) {
@@ -274,6 +283,38 @@ TEST(CApiCuda, SpreadScoresAndSequenceRewards) {
   }
   expect_close(advantages[1], advantages[0]);
   expect_close(sums[1], sums[0]);
+}
+
+TEST(CApiCuda, BestOfScoresAndTokenRewards) {
+  const std::vector<int64_t> sorted = {2, 2, 5, 5, 5}, order = {1, 4, 0, 2, 3};
+  const std::vector<float> rewards = {0, 0, 1, 2, 1};
+  const auto logprobs = wave(kTokens, 0.3), reference = wave(kTokens, 0.5);
+  std::vector<double> scores[2];
+  std::vector<float> out[2];
+  for (const int on_device : {0, 1}) {
+    scores[on_device].resize(5, NAN);
+    out[on_device].resize(kTokens, NAN);
+    auto best = make<areal_best_of_scores_args>();
+    best.sequences = 5;
+    best.rewards = rewards.data();
+    best.sorted_ids = sorted.data();
+    best.order = order.data();
+    best.k = 2;
+    best.divide_by_std = 1;
+    best.scores = scores[on_device].data();
+    expect_ok(on_device ? areal_best_of_scores_cuda(&best, nullptr) : areal_best_of_scores_cpu(&best));
+    auto tokens = make<areal_token_rewards_args>();
+    tokens.tokens = kTokens;
+    tokens.loss_mask = kMask.data();
+    tokens.logprobs = logprobs.data();
+    tokens.ref_logprobs = reference.data();
+    tokens.beta = 0.1;
+    tokens.kl = AREAL_KL_K3;
+    tokens.out = out[on_device].data();
+    expect_ok(on_device ? areal_token_rewards_cuda(&tokens, nullptr) : areal_token_rewards_cpu(&tokens));
+  }
+  expect_close(scores[1], scores[0]);
+  expect_close(out[1], out[0]);
 }
 
 TEST(CApiCuda, Packing) {

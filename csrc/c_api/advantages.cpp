@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "c_api/boundary.h"
+#include "ops/advantages/best_of.h"
 #include "ops/advantages/gae.h"
 #include "ops/advantages/group.h"
 #include "ops/advantages/spread.h"
@@ -18,13 +19,13 @@ advantages::GaeArgs<Real> make_gae(const areal_gae_args& args, Memory memory, co
   AREAL_CHECK(args.lam >= 0 && args.lam <= 1, op, ": expected lam in [0, 1], got ", args.lam);
   const Segments segments = segments_in(memory, args.cu_seqlens, args.sequences, args.tokens, op);
   return {.segments = segments,
-          .rewards = real_array<Real>(args.rewards, args.tokens, op, "rewards"),
-          .values = real_array<Real>(args.values, args.tokens, op, "values"),
+          .rewards = static_cast<const Real*>(args.rewards),
+          .values = static_cast<const Real*>(args.values),
           .terminal = args.terminal_rewards,
           .loss_mask = mask_in(memory, args.loss_mask, args.tokens, op),
           .gamma = args.gamma,
           .lam = args.lam,
-          .advantages = real_array<Real>(args.advantages, args.tokens, op, "advantages"),
+          .advantages = static_cast<Real*>(args.advantages),
           .returns = real_array<Real>(args.returns, args.tokens, op, "returns")};
 }
 
@@ -38,23 +39,43 @@ advantages::GroupArgs<Real> make_group_scores(const areal_group_scores_args& arg
       .mean = checked_enum(args.mean_level, advantages::Level::kBatch, op, "mean_level"),
       .std = checked_enum(args.std_level, advantages::Level::kBatch, op, "std_level"),
       .leave_one_out = checked_flag(args.leave_one_out, op, "leave_one_out"),
-      .leave_one_out_std = false,
-      .length_weighted = false,
+      .leave_one_out_std = checked_flag(args.leave_one_out_std, op, "leave_one_out_std"),
+      .length_weighted = checked_flag(args.length_weighted, op, "length_weighted"),
       .divide_by_mean = checked_flag(args.divide_by_mean, op, "divide_by_mean"),
       .ddof = static_cast<int32_t>(args.ddof),
       .eps = args.eps,
       .eps_in_root = checked_flag(args.eps_in_root, op, "eps_in_root"),
       .singleton = checked_enum(args.singleton_raw, advantages::Singleton::kRaw, op, "singleton_raw")};
+  const bool by_length = options.length_weighted || args.mean_lengths != nullptr;
+  AREAL_CHECK(!by_length || args.lengths != nullptr || count == 0, op,
+              ": expected lengths with length_weighted or mean_lengths set, got NULL");
   return {.options = options,
           .count = count,
           .rewards = real_array<Real>(args.rewards, count, op, "rewards"),
-          .lengths = nullptr,
+          .lengths = args.lengths,
           .sorted_ids = required(args.sorted_ids, count, op, "sorted_ids"),
           .order = required(args.order, count, op, "order"),
           .batch = batch,
           .scores = required(args.scores, count, op, "scores"),
-          .mean_lengths = nullptr,
-          .has_signal = nullptr};
+          .mean_lengths = args.mean_lengths,
+          .has_signal = reinterpret_cast<bool*>(args.has_signal)};
+}
+
+template <class Real>
+advantages::BestOfArgs<Real> make_best_of(const areal_best_of_scores_args& args, const char* op) {
+  const int64_t count = checked_count(args.sequences, op, "sequences");
+  AREAL_CHECK(args.k >= 1, op, ": expected k >= 1, got ", args.k);
+  AREAL_CHECK(args.eps >= 0, op, ": expected eps >= 0, got ", args.eps);
+  return {.options = {.k = args.k,
+                      .divide_by_std = checked_flag(args.divide_by_std, op, "divide_by_std"),
+                      .eps = args.eps,
+                      .eps_in_root = checked_flag(args.eps_in_root, op, "eps_in_root"),
+                      .singleton_raw = checked_flag(args.singleton_raw, op, "singleton_raw")},
+          .count = count,
+          .rewards = real_array<Real>(args.rewards, count, op, "rewards"),
+          .sorted_ids = required(args.sorted_ids, count, op, "sorted_ids"),
+          .order = required(args.order, count, op, "order"),
+          .scores = required(args.scores, count, op, "scores")};
 }
 
 template <class Real>
@@ -71,8 +92,9 @@ advantages::SpreadArgs<Real> make_spread(const areal_spread_scores_args& args, M
           .advantages = real_array<Real>(args.advantages, args.tokens, op, "advantages")};
 }
 
-template <class Real>
-advantages::TokenRewards<Real> make_rewards(const areal_sequence_rewards_args& args, Memory memory, const char* op) {
+// Of areal_token_rewards_args and areal_sequence_rewards_args, which share these fields.
+template <class Real, class Args>
+advantages::TokenRewards<Real> make_rewards(const Args& args, Memory memory, const char* op) {
   AREAL_CHECK((args.logprobs == nullptr) == (args.ref_logprobs == nullptr), op,
               ": expected logprobs and ref_logprobs or neither");
   return {.rewards = static_cast<const Real*>(args.rewards),
@@ -222,6 +244,52 @@ areal_status areal_live_tokens_cuda(const areal_live_tokens_args* args, void* st
             segments_in(Memory::kDevice, given.cu_seqlens, given.sequences, given.tokens, op);
         areal::cuda::live_tokens(segments, mask_in(Memory::kDevice, given.loss_mask, given.tokens, op), given.tokens,
                                  required(given.counts, given.sequences, op, "counts"), stream);
+      },
+      op);
+}
+
+areal_status areal_token_rewards_cpu(const areal_token_rewards_args* args) {
+  constexpr const char* op = "areal_token_rewards_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    const int64_t tokens = checked_count(given.tokens, op, "tokens");
+    with_real(given.dtype, op, [&]<class Real>(Real) {
+      areal::advantages::token_rewards_cpu(make_rewards<Real>(given, Memory::kHost, op), tokens,
+                                           real_array<Real>(given.out, tokens, op, "out"));
+    });
+  });
+}
+
+areal_status areal_token_rewards_cuda(const areal_token_rewards_args* args, void* stream) {
+  constexpr const char* op = "areal_token_rewards_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        const int64_t tokens = checked_count(given.tokens, op, "tokens");
+        with_real(given.dtype, op, [&]<class Real>(Real) {
+          areal::cuda::token_rewards(make_rewards<Real>(given, Memory::kDevice, op), tokens,
+                                     real_array<Real>(given.out, tokens, op, "out"), stream);
+        });
+      },
+      op);
+}
+
+areal_status areal_best_of_scores_cpu(const areal_best_of_scores_args* args) {
+  constexpr const char* op = "areal_best_of_scores_cpu";
+  return guarded([&] {
+    const auto given = read_struct(args, op, "args");
+    with_real(given.dtype, op,
+              [&]<class Real>(Real) { areal::advantages::best_of_scores_cpu(make_best_of<Real>(given, op)); });
+  });
+}
+
+areal_status areal_best_of_scores_cuda(const areal_best_of_scores_args* args, void* stream) {
+  constexpr const char* op = "areal_best_of_scores_cuda";
+  return guarded_cuda(
+      [&] {
+        const auto given = read_struct(args, op, "args");
+        with_real(given.dtype, op,
+                  [&]<class Real>(Real) { areal::cuda::best_of_scores(make_best_of<Real>(given, op), stream); });
       },
       op);
 }

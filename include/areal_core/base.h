@@ -38,7 +38,7 @@ AREAL_API const char* areal_last_error(void);
 enum { AREAL_FLOAT32 = 0, AREAL_BFLOAT16 = 1, AREAL_FLOAT16 = 2, AREAL_FLOAT64 = 3 };
 
 /* Estimators of the KL to the reference policy from one sample. */
-enum { AREAL_KL_K1 = 0, AREAL_KL_K2 = 1, AREAL_KL_K3 = 2 };
+enum { AREAL_KL_K1 = 0, AREAL_KL_K2 = 1, AREAL_KL_K3 = 2, AREAL_KL_K3_UNBIASED = 3 }; /* the last: of losses */
 
 /* ---- threads of the CPU functions ---- */
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import areal_core
 from areal_core import ops
+from areal_core.ops.loss_config import AGGREGATIONS, BEHAVIOR_LEVELS, KL_ESTIMATORS, OBJECTIVES, RATIO_LEVELS
 from areal_core.ops.loss_stats import _MAXIMA, _SUMS
 
 ROOT = Path(__file__).parents[2]
@@ -119,53 +120,117 @@ def test_logprob_over_two_shards(device: torch.device, dtype: torch.dtype) -> No
         call_on(device, "logprob_forward", sources[1], make("areal_logprob_output", **results))
 
 
+LOSSES = {
+    "ppo": ops.PPOLossConfig(clip_low=0.2, clip_high=0.28),
+    "everything": ops.PPOLossConfig(
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=1.5,
+        behavior_mode="mask",
+        behavior_low=0.8,
+        behavior_cap=1.2,
+        kl_estimator="k2",
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        distill_coef=0.2,
+    ),
+    "gspo": ops.PPOLossConfig(
+        ratio_level="sequence", aggregation="sequence_mean_token_mean", behavior_level="geometric"
+    ),
+    "gmpo": ops.PPOLossConfig(objective="gmpo", ratio_level="sequence", aggregation="sequence_mean_token_sum"),
+    "sapo": ops.PPOLossConfig(objective="sapo", tau_positive=0.9),
+    "cispo": ops.PPOLossConfig(objective="cispo", aggregation="constant"),
+    "reinforce": ops.PPOLossConfig(objective="reinforce", ratio_level="off"),
+}
+
+
+def loss_options(config: ops.PPOLossConfig) -> dict[str, Any]:
+    choices = {
+        "objective": OBJECTIVES,
+        "ratio_level": RATIO_LEVELS,
+        "behavior_level": BEHAVIOR_LEVELS,
+        "kl_estimator": KL_ESTIMATORS,
+        "aggregation": AGGREGATIONS,
+    }
+    numbers = ("clip_low", "dual_clip", "tau_positive", "tau_negative", "behavior_low", "behavior_cap")
+    coefficients = ("kl_coef", "entropy_coef", "distill_coef")
+    return {
+        **{name: values.index(getattr(config, name)) for name, values in choices.items()},
+        **{name: getattr(config, name) or 0.0 for name in (*numbers, *coefficients)},
+        "clip_high": config.clip_low if config.clip_high is None else config.clip_high,
+        "behavior_mode": 0 if config.behavior_mode == "truncate" else 1,
+    }
+
+
 @reals
-@pytest.mark.parametrize("full", [False, True])
-def test_policy_loss(device: torch.device, dtype: torch.dtype, full: bool) -> None:
-    names = ("logprobs", "proximal_logprobs", "advantages")
-    given = {name: per_token(device, dtype, scale=0.3) for name in names}
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("own_scratch", [False, True])
+def test_policy_loss(device: torch.device, dtype: torch.dtype, name: str, own_scratch: bool) -> None:
+    config = LOSSES[name]
+    required = ("logprobs", "proximal_logprobs", "advantages")
+    optional = ("behavior_logprobs", "ref_logprobs", "entropy", "teacher_logprobs") if name != "ppo" else ()
+    given = {x: per_token(device, dtype, scale=0.3) for x in (*required, *optional)}
     given["loss_mask"] = some_mask(device)
-    config = ops.PPOLossConfig(clip_low=0.2, clip_high=0.28)
-    options: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
-    normalizer = None
-    if full:
+    if name != "ppo":
         given |= {
-            name: per_token(device, dtype, scale=0.3) for name in ("behavior_logprobs", "ref_logprobs", "entropy")
+            "keep_mask": some_mask(device).flip(0),
+            "versions": torch.arange(T, device=device),
+            "current_version": torch.tensor([T], device=device),
+            "normalizer": torch.tensor([7.0], dtype=torch.float64, device=device),
+            "cu_seqlens": CU.to(device),
         }
-        options |= {"dual_clip": 1.5, "behavior_mode": 1, "behavior_low": 0.8, "behavior_cap": 1.2}
-        options |= {"kl_estimator": 1, "kl_coef": 0.1, "entropy_coef": 0.01}
-        config = ops.PPOLossConfig(
-            clip_low=0.2,
-            clip_high=0.28,
-            dual_clip=1.5,
-            behavior_mode="mask",
-            behavior_low=0.8,
-            behavior_cap=1.2,
-            kl_estimator="k2",
-            kl_coef=0.1,
-            entropy_coef=0.01,
-        )
-        normalizer = torch.tensor([7.0], dtype=torch.float64, device=device)
-        options["normalizer"] = normalizer
-    leaf = given["logprobs"].clone().requires_grad_()
-    expected = ops.ppo_loss(**{**given, "logprobs": leaf}, normalizer=normalizer, config=config)
-    (gradient,) = torch.autograd.grad(expected.loss, leaf)
+    leaves = {x: given[x].clone().requires_grad_() for x in ("logprobs", "entropy") if x in given}
+    expected = ops.ppo_loss(**{**given, **leaves}, config=config)
+    gradients = torch.autograd.grad(expected.loss, list(leaves.values()), allow_unused=True)
 
     lib = library()
-    count = lib.areal_policy_loss_stat_count()
-    scratch = torch.empty(
-        lib.areal_policy_loss_scratch_bytes(ctypes.c_int64(T)) // 8, dtype=torch.float64, device=device
+    count, bytes_ = (
+        lib.areal_policy_loss_stat_count(),
+        lib.areal_policy_loss_scratch_bytes(ctypes.c_int64(T), ctypes.c_int64(S)),
     )
     loss, scale = (torch.empty((), dtype=dtype, device=device) for _ in range(2))
-    grad = torch.empty(T, dtype=dtype, device=device)
+    grads = {f"grad_{x}": torch.full((T,), 7.0, dtype=dtype, device=device) for x in leaves}
     stats = torch.empty(count, dtype=torch.float64, device=device)
-    outputs = {"loss": loss, "scale": scale, "grad_logprobs": grad, "stats": stats, "stats_count": count}
-    if device.type == "cuda" or full:
-        outputs |= {"scratch": scratch, "scratch_bytes": scratch.numel() * 8}
-    call_on(device, "policy_loss", make("areal_policy_loss_args", dtype=dtype, tokens=T, **given, **options, **outputs))
+    outputs = {"loss": loss, "scale": scale, **grads, "stats": stats, "stats_count": count}
+    if device.type == "cuda" or own_scratch:
+        scratch = torch.empty(bytes_, dtype=torch.uint8, device=device)
+        outputs |= {"scratch": scratch, "scratch_bytes": bytes_}
+    sizes = {"dtype": dtype, "tokens": T, "sequences": S}
+    call_on(device, "policy_loss", make("areal_policy_loss_args", **sizes, **given, **loss_options(config), **outputs))
     assert_same_bits(loss, expected.loss)
     assert_same_bits(stats, expected.stats.raw)
-    assert_same_bits(grad * scale, gradient)
+    assert_same_bits(grads["grad_logprobs"] * scale, gradients[0])
+    if config.entropy_coef != 0:
+        assert_same_bits(grads["grad_entropy"] * scale, gradients[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"aggregation": 3}, "expected normalizer with aggregation AREAL_CONSTANT set, got NULL"),
+        ({"ratio_level": 1}, "expected cu_seqlens with a ratio, behavior weight or aggregation by sequence set"),
+        ({"objective": 3}, "expected ratio_level AREAL_RATIO_SEQUENCE with AREAL_OBJECTIVE_GMPO, got 0"),
+        (
+            {"ratio_level": 3},
+            "expected ratio_level other than AREAL_RATIO_OFF but with AREAL_OBJECTIVE_REINFORCE, got 3",
+        ),
+        ({"objective": 1, "dual_clip": 2.0}, "expected dual_clip 0 but with AREAL_OBJECTIVE_PPO, got 2"),
+        ({"objective": 5}, r"expected objective in 0\.\.4, got 5"),
+        ({"kl_coef": 0.1}, "expected ref_logprobs with kl_coef set, got NULL"),
+        ({"entropy_coef": 0.1}, "expected entropy with entropy_coef set, got NULL"),
+        ({"stats_count": 3}, "expected stats_count >= "),
+        ({"clip_low": 1.5}, r"expected clip_low in \[0, 1\], got 1\.5"),
+        ({"dual_clip": 0.5}, "expected dual_clip > 1, or 0 for none, got 0.5"),
+        ({"versions": torch.arange(T)}, "expected current_version with versions set"),
+    ],
+)
+def test_losses_refuse_what_does_not_fit(change: dict[str, Any], text: str) -> None:
+    arrays = ("logprobs", "proximal_logprobs", "advantages", "grad_logprobs", "loss", "scale")
+    fields = {name: torch.zeros(T) for name in arrays}
+    stats = torch.zeros(library().areal_policy_loss_stat_count(), dtype=torch.float64)
+    sizes = {"tokens": T, "stats": stats, "stats_count": stats.numel(), "loss_mask": some_mask(torch.device("cpu"))}
+    with pytest.raises(StatusError, match=f"areal_policy_loss_cpu: {text}"):
+        call("areal_policy_loss_cpu", make("areal_policy_loss_args", **{**fields, **sizes, **change}))
 
 
 def test_statistics_have_the_names_of_the_python_summary() -> None:
@@ -190,6 +255,47 @@ def test_gae(device: torch.device, dtype: torch.dtype, masked: bool) -> None:
     call_on(device, "gae", make("areal_gae_args", dtype=dtype, gamma=0.9, lam=0.8, **sizes, **given, **out))
     for name, tensor in out.items():
         assert_same_bits(tensor, getattr(expected, name))
+
+
+@reals
+def test_discounted_returns(device: torch.device, dtype: torch.dtype) -> None:
+    rewards, cu = per_token(device, dtype), CU.to(device)
+    returns = torch.full((T,), 7.0, dtype=dtype, device=device)
+    given = {"rewards": rewards, "cu_seqlens": cu, "tokens": T, "sequences": S, "gamma": 0.9, "lam": 1.0}
+    call_on(device, "gae", make("areal_gae_args", dtype=dtype, returns=returns, **given))
+    assert_same_bits(returns, ops.discounted_returns(rewards, cu, gamma=0.9))
+
+
+@reals
+def test_group_scores_by_length(device: torch.device, dtype: torch.dtype) -> None:
+    sorted_ids = torch.tensor([1, 1, 1, 2, 2], device=device)
+    order = torch.tensor([4, 0, 2, 1, 3], device=device)
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 3.0], dtype=dtype, device=device)
+    lengths = torch.tensor([3.0, 1.0, 0.0, 2.0, 5.0], dtype=torch.float64, device=device)
+    options = (1, 1, False, True, True, False, 1, 1e-6, False, False)
+    want = native.group_scores.default(rewards, lengths, sorted_ids, order, None, *options)
+    out = {name: torch.full((5,), 7.0, dtype=torch.float64, device=device) for name in ("scores", "mean_lengths")}
+    out["has_signal"] = torch.zeros(5, dtype=torch.bool, device=device)
+    flags = {"mean_level": 1, "std_level": 1, "leave_one_out_std": 1, "length_weighted": 1, "ddof": 1}
+    scratch = torch.empty(library().areal_group_scores_scratch_bytes(), dtype=torch.uint8, device=device)
+    given = {"rewards": rewards, "lengths": lengths, "sorted_ids": sorted_ids, "order": order, "scratch": scratch}
+    extra = {"sequences": 5, "eps": 1e-6, "scratch_bytes": scratch.numel()}
+    call_on(device, "group_scores", make("areal_group_scores_args", dtype=dtype, **given, **out, **flags, **extra))
+    for got, expected in zip(out.values(), want, strict=True):
+        assert_same_bits(got, expected)
+
+
+@reals
+def test_best_of_scores(device: torch.device, dtype: torch.dtype) -> None:
+    sorted_ids = torch.tensor([1, 1, 1, 2, 2], device=device)
+    order = torch.tensor([4, 2, 0, 1, 3], device=device)  # rewards ascend within a group
+    rewards = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0], dtype=dtype, device=device)
+    want = native.best_of_scores.default(rewards, sorted_ids, order, 2, True, 1e-6, True, False)
+    scores = torch.full((5,), 7.0, dtype=torch.float64, device=device)
+    given = {"rewards": rewards, "sorted_ids": sorted_ids, "order": order, "scores": scores, "sequences": 5}
+    options = {"k": 2, "divide_by_std": 1, "eps": 1e-6, "eps_in_root": 1}
+    call_on(device, "best_of_scores", make("areal_best_of_scores_args", dtype=dtype, **given, **options))
+    assert_same_bits(scores, want)
 
 
 @reals
@@ -233,6 +339,12 @@ def test_spread_scores_sequence_rewards_and_live_tokens(device: torch.device, dt
     rewards = per_token(device, dtype)
     made = make("areal_sequence_rewards_args", rewards=rewards, beta=0.1, kl=2, sums=sums, **common)
     call_on(device, "sequence_rewards", made)
+    per = torch.full((T,), 7.0, dtype=dtype, device=device)
+    token = {name: x for name, x in common.items() if name not in ("sequences", "cu_seqlens")}
+    call_on(
+        device, "token_rewards", make("areal_token_rewards_args", rewards=rewards, beta=0.1, kl=2, out=per, **token)
+    )
+    assert_same_bits(per, native.token_rewards.default(rewards, *pair.values(), mask, 0.1, 2))
     assert_same_bits(sums, native.sequence_rewards.default(rewards, *pair.values(), cu, mask, 0.1, 2))
 
 
@@ -347,7 +459,7 @@ def gae_args(**change: Any) -> Any:
         ({"tokens": -1}, "expected tokens >= 0, got -1"),
         ({"tokens": 11}, r"expected cu_seqlens\[-1\] = 11 \(number of packed tokens\), got 12"),
         ({"sequences": -1}, "expected sequences >= 0, got -1"),
-        ({"rewards": None}, "expected rewards, got NULL"),
+        ({"returns": None}, "expected returns, got NULL"),
         ({"cu_seqlens": None}, "expected cu_seqlens, got NULL"),
         ({"gamma": 1.5}, r"expected gamma in \[0, 1\], got 1.5"),
         ({"lam": float("nan")}, r"expected lam in \[0, 1\], got -?nan"),
