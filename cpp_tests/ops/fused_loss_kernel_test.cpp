@@ -73,7 +73,7 @@ void launch_forced(const FusedLossArgs& args, const Forced& forced) {
   const int64_t vectors = args.input.vocab / cuda::kVectorLength<T>;
   const auto slice = static_cast<int>(std::max<int64_t>((vectors + forced.blocks - 1) / forced.blocks, 1) * 16);
   const cuda::ClusterShape cluster = {forced.blocks, cuda::kFusedThreads,
-                                      forced.stages * (slice + static_cast<int64_t>(sizeof(cuda::Stage)))};
+                                      forced.stages * (slice + static_cast<int64_t>(sizeof(cuda::Stage<float>)))};
   AREAL_LAUNCH_CLUSTERS(cuda::fused_loss_kernel<T>, cluster, 2u, nullptr, args,
                         (cuda::FusedShape{forced.stages, forced.lag, slice}));
 }
@@ -259,6 +259,16 @@ TEST(FusedLossKernel, EveryObjectiveKlEstimatorAndInput) {
   FusedProblem bare(DType::kFloat32, 12, 50, 9);
   bare.has_behavior = bare.has_reference = bare.has_entropy = false;
   check(bare);
+}
+
+TEST(FusedLossKernel, LongRunsOfMaskedAndOfLiveRows) {
+  FusedProblem problem(DType::kBFloat16, 300, 43, 13, 0, 2);
+  problem.mask.assign(300, 1);
+  for (int row = 0; row < 300; ++row) problem.mask[static_cast<size_t>(row)] = row < 70 || (row > 200 && row % 3 == 0);
+  const Forced forced = {2, 4, 2};
+  check(problem, &forced);
+  for (uint8_t& live : problem.mask) live = !live;
+  check(problem, &forced);
 }
 
 TEST(FusedLossKernel, AllRowsMasked) {

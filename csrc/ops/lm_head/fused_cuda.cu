@@ -21,7 +21,7 @@ bool choose(const LogprobInput<float>& input, Choice* choice) {
   unsigned blocks = 1;
   const auto slice_bytes = [&] { return std::max<int64_t>((vectors + blocks - 1) / blocks, 1) * 16; };
   while (blocks < cuda::kMaxClusterBlocks && slice_bytes() > kSliceGoalBytes) blocks *= 2;
-  const int64_t stage_bytes = slice_bytes() + static_cast<int64_t>(sizeof(cuda::Stage));
+  const int64_t stage_bytes = slice_bytes() + static_cast<int64_t>(sizeof(cuda::Stage<float>));
   const int64_t stages = std::min<int64_t>(cuda::max_dynamic_shared_bytes() / stage_bytes, cuda::kMaxStages);
   if (stages < cuda::kMinStages) return false;
   choice->cluster = {blocks, cuda::kFusedThreads, stages * stage_bytes};
