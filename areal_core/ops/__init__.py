@@ -9,6 +9,7 @@ from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.context_parallel import zigzag_merge, zigzag_split
 from areal_core.ops.estimators import Estimator, compute_advantages, estimators, register_estimator
 from areal_core.ops.lm_head import FusedPPOLossOutput, linear_logprob, linear_ppo_loss
+from areal_core.ops.logits_loss import ppo_loss_from_logits
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits
 from areal_core.ops.loss import PPOLossOutput, ppo_loss
 from areal_core.ops.loss_config import PPOLossConfig
@@ -60,6 +61,7 @@ __all__ = [
     "partition_balanced",
     "position_ids",
     "ppo_loss",
+    "ppo_loss_from_logits",
     "register_estimator",
     "scale_rewards",
     "select_sequences",

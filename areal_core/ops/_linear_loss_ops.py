@@ -23,29 +23,34 @@ from areal_core.ops._linear_chunks import (
 )
 from areal_core.ops._linear_ops import LINEAR, ROWS
 
-_INPUTS = "Tensor proximal_logprobs, Tensor advantages, Tensor? behavior_logprobs, Tensor? ref_logprobs"
+_INPUTS = (
+    "Tensor proximal_logprobs, Tensor advantages, Tensor? behavior_logprobs, Tensor? ref_logprobs, "
+    "Tensor? teacher_logprobs, Tensor? keep_mask"
+)
 _ppo_loss = torch.ops.areal_core.ppo_loss.default
 
 
 class TokenLoss(NamedTuple):
     """A loss whose gradient at a token needs that token alone, as the native ppo_loss takes it."""
 
-    inputs: Sequence[Tensor | None]  # per row: proximal, advantages, behavior, reference
+    inputs: Sequence[Tensor | None]  # per row: proximal, advantages, behavior, reference, teacher, keep_mask
     normalizer: Tensor
     options: Sequence[float]  # the scalar arguments, integers among them
+    cu_seqlens: Tensor | None = None  # for a statistic
 
     def at(self, index: Tensor) -> TokenLoss:
         """The loss of a chunk of rows."""
-        return self._replace(inputs=[None if x is None else take(x, index) for x in self.inputs])
+        inputs = [None if x is None else take(x, index) for x in self.inputs]
+        return TokenLoss(inputs, self.normalizer, self.options)
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor, live: Tensor) -> tuple[Tensor, ...]:
         """Give (loss, stats, dL/dlogprobs, dL/dentropy)."""
-        proximal, advantages, behavior, reference = self.inputs
+        proximal, advantages, behavior, reference, *others = self.inputs
         types = [argument.type for argument in _ppo_loss._schema.arguments[-len(self.options) :]]
         options = [int(x) if str(t) == "int" else x for t, x in zip(types, self.options, strict=True)]
-        absent = [None] * 5  # teacher, keep_mask, versions, current_version, cu_seqlens
+        others += [None, None, self.cu_seqlens]  # versions and current_version
         loss, stats, grad_logprobs, grad_entropy, scale = _ppo_loss(
-            logprobs, proximal, advantages, live, behavior, reference, entropy, *absent, self.normalizer, *options
+            logprobs, proximal, advantages, live, behavior, reference, entropy, *others, self.normalizer, *options
         )
         grad_entropy = grad_entropy * scale if grad_entropy.numel() else torch.zeros_like(grad_logprobs)
         return loss, stats, grad_logprobs * scale, grad_entropy
@@ -55,7 +60,8 @@ class TokenLoss(NamedTuple):
     "areal_core::linear_ppo_forward_backward",
     mutates_args=(),
     schema=f"({LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, {_INPUTS}, Tensor normalizer, "
-    "float[] options, bool[] needs, bool keeps_float32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float[] options, Tensor? cu_seqlens, bool[] needs, bool keeps_float32) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_ppo_forward_backward(
     hidden: Tensor,
@@ -73,8 +79,11 @@ def linear_ppo_forward_backward(
     advantages: Tensor,
     behavior_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
+    teacher_logprobs: Tensor | None,
+    keep_mask: Tensor | None,
     normalizer: Tensor,
     options: list[float],
+    cu_seqlens: Tensor | None,
     needs: list[bool],
     keeps_float32: bool,
 ) -> tuple[Tensor, ...]:
@@ -84,8 +93,8 @@ def linear_ppo_forward_backward(
     """
     rows = Rows(labels, temperatures, temperature, loss_mask, ignore_index)
     rows.check("linear_ppo_loss", len(weight))
-    inputs = (proximal_logprobs, advantages, behavior_logprobs, ref_logprobs)
-    token_loss = TokenLoss(inputs, normalizer, options)
+    inputs = (proximal_logprobs, advantages, behavior_logprobs, ref_logprobs, teacher_logprobs, keep_mask)
+    token_loss = TokenLoss(inputs, normalizer, options, cu_seqlens)
     linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
     gradients, live = LinearGradients(linear, needs), rows.live()
     outputs = RowOutputs(live, STATISTICS, linear.dtype)
@@ -108,9 +117,9 @@ def linear_ppo_forward_backward(
 
 @linear_ppo_forward_backward.register_fake
 def _(hidden: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *inputs, normalizer, options, needs, keeps_float32 = args[9:]
+    *inputs, normalizer, options, cu_seqlens, needs, keeps_float32 = args[9:]
     rows = hidden.new_empty(hidden.shape[0], dtype=row_dtype(hidden.dtype))
-    loss, stats, *_ = TokenLoss(inputs, normalizer, options).evaluate(rows, rows, rows.to(torch.bool))
+    loss, stats, *_ = TokenLoss(inputs, normalizer, options, cu_seqlens).evaluate(rows, rows, rows.to(torch.bool))
     like = rows if keeps_float32 else weight
     return (
         loss,

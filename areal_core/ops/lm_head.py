@@ -10,8 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_core.ops import _linear_ops  # noqa: F401  (registers the ops)
-from areal_core.ops._dispatch import call
-from areal_core.ops._linear_chunks import row_dtype
+from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._head_arguments import (
+    check_counts,
+    check_linear,
+    loss_inputs,
+    row_arguments,
+    split_temperature,
+)
 from areal_core.ops._linear_loss_ops import LinearPPOLoss
 from areal_core.ops._vocab_parallel import find_shard, gather_parts
 from areal_core.ops.logprob import LogprobOutput
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 
 _LOGPROB, _PPO_LOSS = "linear_logprob", "linear_ppo_loss"
 _DEFAULT_CONFIG = PPOLossConfig()
+_OPTIONAL = ("behavior_logprobs", "ref_logprobs", "teacher_logprobs", "keep_mask")  # after proximal and advantages
 
 
 class FusedPPOLossOutput(NamedTuple):
@@ -100,10 +107,10 @@ def linear_logprob(
     Source: M. Milakov, N. Gimelshein, arXiv 1805.02867; chunks of logits under the loss: E. Wijmans et al., "Cut Your
     Losses in Large-Vocabulary Language Models", arXiv 2411.09009; P.-L. Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
-    operand_dtype = _check_linear(_LOGPROB, hidden, weight, bias, main_grad)
-    labels, loss_mask = _rows(_LOGPROB, hidden, labels, loss_mask)
-    temperatures, scalar = _split_temperature(_LOGPROB, temperature, hidden)
-    _check_counts(_LOGPROB, chunk_tokens, live_tokens)
+    operand_dtype = check_linear(_LOGPROB, hidden, weight, bias, main_grad)
+    labels, loss_mask = row_arguments(_LOGPROB, hidden, labels, loss_mask)
+    temperatures, scalar = split_temperature(_LOGPROB, temperature, hidden)
+    check_counts(_LOGPROB, chunk_tokens, live_tokens)
     linear = (hidden, weight, bias, operand_dtype)
     rows = (labels, temperatures, scalar, loss_mask, ignore_index, chunk_tokens, live_tokens)
     parallel = _Parallel(group, vocab_sizes, reduce_hidden_grad)
@@ -120,6 +127,8 @@ def linear_ppo_loss(
     *,
     behavior_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    teacher_logprobs: Tensor | None = None,
+    keep_mask: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     normalizer: float | Tensor | None = None,
@@ -143,8 +152,9 @@ def linear_ppo_loss(
 
     Args:
         hidden, weight, labels, bias, temperature, ignore_index, chunk_tokens, live_tokens: as in linear_logprob.
-        proximal_logprobs, advantages, behavior_logprobs, ref_logprobs: float32 (float64 for float64) [T], as in
-            ppo_loss.
+        proximal_logprobs, advantages, behavior_logprobs, ref_logprobs, teacher_logprobs: float32 (float64 for float64)
+            [T], as in ppo_loss.
+        keep_mask: as in ppo_loss.
         loss_mask: bool or number [T], nonzero = live. Rows whose label is ignore_index count as masked.
         normalizer: as in ppo_loss. None: the live tokens of this call.
         cu_seqlens: as in ppo_loss, of the rows.
@@ -168,12 +178,20 @@ def linear_ppo_loss(
 
     Source: P.-L. Hsu et al., "Liger Kernel", arXiv 2410.10989 (gradients in forward); losses: see ppo_loss.
     """
-    operand_dtype = _check_linear(_PPO_LOSS, hidden, weight, bias, main_grad)
-    labels, mask = _rows(_PPO_LOSS, hidden, labels, loss_mask)
-    temperatures, scalar = _split_temperature(_PPO_LOSS, temperature, hidden)
-    _check_counts(_PPO_LOSS, chunk_tokens, live_tokens)
-    inputs = (proximal_logprobs, advantages, behavior_logprobs, ref_logprobs)
-    _check_row_inputs(_PPO_LOSS, hidden, inputs)
+    operand_dtype = check_linear(_PPO_LOSS, hidden, weight, bias, main_grad)
+    labels, mask = row_arguments(_PPO_LOSS, hidden, labels, loss_mask)
+    temperatures, scalar = split_temperature(_PPO_LOSS, temperature, hidden)
+    check_counts(_PPO_LOSS, chunk_tokens, live_tokens)
+    inputs = loss_inputs(
+        _PPO_LOSS,
+        hidden,
+        keep_mask,
+        proximal_logprobs=proximal_logprobs,
+        advantages=advantages,
+        behavior_logprobs=behavior_logprobs,
+        ref_logprobs=ref_logprobs,
+        teacher_logprobs=teacher_logprobs,
+    )
     live = labels != ignore_index if mask is None else mask & (labels != ignore_index)
     linear = (hidden, weight, bias, operand_dtype)
     rows = (labels, temperatures, scalar, live, ignore_index, chunk_tokens, live_tokens)
@@ -189,23 +207,26 @@ def linear_ppo_loss(
             live,
             behavior_logprobs=behavior_logprobs,
             ref_logprobs=ref_logprobs,
+            teacher_logprobs=teacher_logprobs,
+            keep_mask=keep_mask,
             entropy=entropy,
             cu_seqlens=cu_seqlens,
             normalizer=normalizer,
             config=config,
         )
         return FusedPPOLossOutput(*out, logprobs.detach(), entropy.detach())
-    given = {"behavior_logprobs": behavior_logprobs, "ref_logprobs": ref_logprobs, "normalizer": normalizer}
-    check_inputs({**given, "entropy": advantages}, config)  # the entropy will be there
+    given = dict(zip(_OPTIONAL, inputs[2:], strict=True))
+    check_inputs({**given, "normalizer": normalizer, "entropy": advantages}, config)  # the entropy will be there
     if normalizer is None:
         normalizer = live.sum(dtype=torch.float64)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     arguments = (
         *linear,
         *rows,
-        *(None if x is None else x.detach().contiguous() for x in inputs),
+        *inputs,
         normalizer_tensor(normalizer, hidden, "ppo_loss"),
         [float(x) for x in config._native()],
+        None if cu_seqlens is None else as_int64(cu_seqlens, _PPO_LOSS, "cu_seqlens"),
         needs,
     )
     if any(needs):
@@ -269,81 +290,3 @@ class _SumGradient(torch.autograd.Function):
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _check_linear(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
-) -> torch.dtype:
-    """Check what is multiplied; give the dtype of the operands on a GPU."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    if hidden.dtype not in dtypes:
-        raise TypeError(f"{op}: expected hidden dtype in {{float32, bfloat16, float16, float64}}, got {hidden.dtype}")
-    if hidden.dim() != 2:
-        raise ValueError(f"{op}: expected hidden of shape [T, H], got {list(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"{op}: expected weight of shape [V, {hidden.shape[1]}], got {list(weight.shape)}")
-    _check_tensor(op, "bias", bias, weight, (weight.shape[0],))
-    _check_tensor(op, "main_grad", main_grad, weight, tuple(weight.shape))
-    if weight.device != hidden.device:
-        raise ValueError(f"{op}: expected weight on {hidden.device}, got {weight.device}")
-    device, operand_dtype = hidden.device.type, hidden.dtype
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        operand_dtype = torch.get_autocast_dtype(device)
-    elif weight.dtype != hidden.dtype:
-        raise TypeError(f"{op}: expected weight dtype = {hidden.dtype}, got {weight.dtype}")
-    if bias is not None and bias.dtype != weight.dtype:
-        raise TypeError(f"{op}: expected bias dtype = {weight.dtype}, got {bias.dtype}")
-    if main_grad is not None:
-        if main_grad.dtype != row_dtype(weight.dtype):
-            raise TypeError(f"{op}: expected main_grad dtype = {row_dtype(weight.dtype)}, got {main_grad.dtype}")
-        if torch.is_grad_enabled() and not weight.requires_grad:
-            raise ValueError(f"{op}: expected a weight that requires a gradient with main_grad, got one that does not")
-    return operand_dtype
-
-
-def _check_tensor(op: str, name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor is not None and tuple(tensor.shape) != shape:
-        raise ValueError(f"{op}: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor is not None and tensor.device != like.device:
-        raise ValueError(f"{op}: expected {name} on {like.device}, got {tensor.device}")
-
-
-def _rows(op: str, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(f"{op}: expected labels of an integer dtype, got {labels.dtype}")
-    _check_tensor(op, "labels", labels, hidden, (hidden.shape[0],))
-    _check_tensor(op, "loss_mask", loss_mask, hidden, (hidden.shape[0],))
-    return labels.to(torch.int64), None if loss_mask is None else loss_mask.to(torch.bool)
-
-
-def _check_row_inputs(op: str, hidden: Tensor, inputs: Sequence[Tensor | None]) -> None:
-    dtype = row_dtype(hidden.dtype)
-    names = ("proximal_logprobs", "advantages", "behavior_logprobs", "ref_logprobs")
-    for name, tensor in zip(names, inputs, strict=True):
-        _check_tensor(op, name, tensor, hidden, (hidden.shape[0],))
-        if tensor is not None and tensor.dtype != dtype:
-            raise TypeError(f"{op}: expected {name} dtype = {dtype}, got {tensor.dtype}")
-
-
-def _split_temperature(op: str, temperature: float | Tensor, hidden: Tensor) -> tuple[Tensor | None, float]:
-    """Give (one per row, 1) or (None, the number)."""
-    if not isinstance(temperature, Tensor):
-        if not 2.0**-126 <= temperature < 2.0**128:
-            raise ValueError(f"{op}: expected temperature > 0 and finite, got {temperature}")
-        return None, float(temperature)
-    if temperature.requires_grad:
-        raise ValueError(f"{op}: expected temperature without requires_grad (it gets no gradient)")
-    values = temperature.to(device=hidden.device, dtype=row_dtype(hidden.dtype))
-    values = values.reshape(1).expand(hidden.shape[0]) if values.numel() == 1 else values
-    _check_tensor(op, "temperature", values, hidden, (hidden.shape[0],))
-    return values, 1.0
-
-
-def _check_counts(op: str, chunk_tokens: int | None, live_tokens: int | None) -> None:
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"{op}: expected chunk_tokens >= 1, got {chunk_tokens}")
-    if live_tokens is not None and live_tokens < 0:
-        raise ValueError(f"{op}: expected live_tokens >= 0, got {live_tokens}")

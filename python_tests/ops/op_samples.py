@@ -88,6 +88,11 @@ def linear_ppo_batch(size: int) -> Arguments:
     return {**linear_head(size), **rows, "config": ops.PPOLossConfig(entropy_coef=0.1)}
 
 
+def logits_ppo_batch(size: int) -> Arguments:
+    rows = per_token(size, "proximal_logprobs", "advantages", "behavior_logprobs", scale=0.3)
+    return {**logits_and_labels(size), **rows, "loss_mask": loss_mask(size)}
+
+
 def ppo_batch(size: int) -> Arguments:
     return {**per_token(size, "logprobs", "proximal_logprobs", "advantages", scale=0.3), "loss_mask": loss_mask(size)}
 
@@ -180,6 +185,7 @@ SAMPLES = [
         "linear_logprob", "bias", lambda n: {**linear_head(n), "bias": torch.ones(37)}, ("hidden", "weight", "bias")
     ),
     Sample("linear_ppo_loss", "", linear_ppo_batch, ("hidden", "weight")),
+    Sample("ppo_loss_from_logits", "inplace", logits_ppo_batch),
     Sample("ppo_loss", "", ppo_batch, ("logprobs",)),
     Sample("ppo_loss", "all_options", full_ppo_batch, ("logprobs", "entropy")),
     Sample("gae", "", scan),

@@ -18,6 +18,10 @@ CONFIGS = {
     "everything": ops.PPOLossConfig(
         clip_high=0.3, dual_clip=2.0, behavior_cap=1.2, kl_coef=0.1, entropy_coef=0.05, kl_estimator="k2"
     ),
+    "cispo": ops.PPOLossConfig.preset("cispo"),
+    "reinforce": ops.PPOLossConfig.preset("reinforce"),
+    "gspo": ops.PPOLossConfig.preset("gspo"),
+    "distill": ops.PPOLossConfig.preset("distill", m2po_threshold=0.04),
     "mask": ops.PPOLossConfig(behavior_mode="mask", behavior_cap=1.1, behavior_low=0.9),
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -88,6 +92,8 @@ def test_equals_the_two_ops(dtype: torch.dtype, config: ops.PPOLossConfig, norma
     problem = make_problem(dtype=dtype)
     inputs = make_inputs(problem)
     options = {"config": config, "normalizer": normalizer, "temperature": 0.7, "chunk_tokens": 9}
+    options |= {"teacher_logprobs": inputs.ref_logprobs + 0.1, "keep_mask": torch.rand(40) < 0.8}
+    options["cu_seqlens"] = torch.tensor([0, 13, 13, 40])
     out, gradients = run(ops.linear_ppo_loss, problem, inputs, 3.0, **options)
     expected, expected_gradients = run(composed, problem, inputs, 3.0, **options)
     for value, other in zip((*out[0::2], *out.stats), (*expected[0::2], *expected.stats), strict=False):
@@ -343,6 +349,6 @@ def test_opcheck() -> None:
     native, leaves = torch.ops.areal_core, problem[:3]
     rows = (problem.labels, None, 0.7, problem.loss_mask, -100)
     options = [float(x) for x in CONFIGS["everything"]._native()]
-    last = (torch.tensor([4.0], dtype=torch.float64), options, [True, True, True], False)
-    arguments = (*leaves, torch.float64, *rows, 2, None, *inputs, *last)
+    last = (torch.tensor([4.0], dtype=torch.float64), options, None, [True, True, True], False)
+    arguments = (*leaves, torch.float64, *rows, 2, None, *inputs, None, None, *last)
     torch.library.opcheck(native.linear_ppo_forward_backward.default, arguments)

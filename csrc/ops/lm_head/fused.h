@@ -34,4 +34,13 @@ bool fused_loss_fits(const FusedLossArgs& args);
 // from run to run.
 bool fused_loss_cuda(const FusedLossArgs& args, void* stream);
 
+// CPU: a few rows at a time, which are still in cache when their gradient is written. `tokens` are the rows' inputs and
+// params as in FusedLossArgs; row_max and log_sum of the output are written too. Bitwise what the three passes give,
+// for any number of threads. Throws areal::Error on a live row whose label or temperature is out of range; nothing has
+// been written then.
+void fused_loss_cpu(const LogprobInput<float>& input, const loss::PolicyLossArgs<float>& tokens, float scale,
+                    const LogprobOutput<float>& output);
+void fused_loss_cpu(const LogprobInput<double>& input, const loss::PolicyLossArgs<double>& tokens, double scale,
+                    const LogprobOutput<double>& output);
+
 }  // namespace areal
