@@ -116,17 +116,19 @@ def draw_success(axes: Any, survey: Survey) -> None:
     axes.set_yscale("log")
     _log_ticks(axes.yaxis, [0.5, 1, 2, 5, 10, 20, 50])
     axes.set_xlim(0, 1)
-    axes.set_ylim(0.6, 60)
+    lowest = (survey.group_size - 1) / survey.group_size  # of Dr.GRPO
+    axes.set_ylim(0.7 * lowest, 60)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
     axes.set(xlabel="success rate p of the prompt", ylabel="weight w:  E[gradient] = w ∇p")
     axes.set_title(f"a  Which prompts count  (M = {survey.group_size})")
     share = f"{survey.group_size - 1}/{survey.group_size}"
     names = _Labels(axes)
     names.at(0.4, 1.0, "RLOO, REINFORCE, ReMax, ORZ: 1", INK, above=True)
-    names.at(0.5, (survey.group_size - 1) / survey.group_size, f"Dr.GRPO: {share}", GREEN, above=False)
+    names.at(0.5, lowest, f"Dr.GRPO: {share}", GREEN, above=False)
     names.at(0.86, _value(curves["GRPO"], 0.86), "GRPO, DAPO", BLUE, above=False)
     names.at(0.99, curves["GRPO, M → ∞"].y[-1], "M → ∞: 1/√(p(1−p))", BLUE, above=True, align="right")
-    names.at(0.31, 3.3, "MaxRL", ORANGE, align="left")
+    maxrl = _value(curves["MaxRL"], 0.31)
+    names.at(0.31, 1.1 * maxrl if maxrl > 1.5 else maxrl, "MaxRL", ORANGE, above=maxrl > 1.5, align="left")
     names.at(0.06, 24, "M → ∞: 1/p", ORANGE, above=True, align="left")
 
 
@@ -215,7 +217,7 @@ def draw_reward_share(axes: Any, survey: Survey) -> None:
 
 
 class _Labels:
-    """Names written at the lines they belong to, on a halo of paper."""
+    """Names written at the lines they belong to."""
 
     def __init__(self, axes: Any) -> None:
         self.axes = axes

@@ -172,6 +172,13 @@ def test_variances_of_the_unbiased_estimators(mdp_and_logits):
     assert variance["reinforce"] > variance["rloo"] > variance["orz"] > variance["ppo"] > variance["td"] > 0
 
 
+def test_the_baseline_of_a_pair_is_noisy(mdp_and_logits):
+    mdp, logits = mdp_and_logits
+    for group_size, quieter in ((2, "reinforce"), (4, "rloo")):
+        variance = {n: evaluate(Case(n), mdp, logits, group_size=group_size).variance for n in ("reinforce", "rloo")}
+        assert min(variance, key=variance.get) == quieter
+
+
 def test_dr_grpo_is_rloo_scaled(mdp_and_logits):
     mdp, logits = mdp_and_logits
     rloo, dr_grpo = (evaluate(Case(name), mdp, logits, group_size=4) for name in ("rloo", "dr_grpo"))
