@@ -155,6 +155,14 @@ bool HappensBefore::has_heard_of_block(unsigned slot, unsigned block) const {
   return false;
 }
 
+bool HappensBefore::block_knows(unsigned block, const Access& access) const {
+  const unsigned first = block * slots_per_block_;
+  for (unsigned s = first; s < first + slots_per_block_; ++s) {
+    if (knows(threads_[s], s, access.slot, access.clock)) return true;
+  }
+  return false;
+}
+
 bool HappensBefore::Release::covers(const Access& access) const {
   if (access.cluster != cluster) return false;
   // The publishing atomic follows its fence; a plain access of the acquirer to the same counter is ordered after it.

@@ -48,6 +48,8 @@ class HappensBefore {
   uint32_t cluster() const { return cluster_; }
   uint32_t clock(unsigned slot) const { return threads_[slot].lanes[slot % 32]; }
   bool has_heard_of_block(unsigned slot, unsigned block) const;
+  // Does some thread of the block come after the access?
+  bool block_knows(unsigned block, const Access& access) const;
 
   // Is the earlier access ordered before what `slot` does now?
   bool ordered(const Access& earlier, unsigned slot) const;

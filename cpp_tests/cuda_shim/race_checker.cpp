@@ -4,6 +4,7 @@
 #include "race_checker.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -36,11 +37,19 @@ class Checker {
     slots_per_block_ = memory.slots_per_block;
     dynamic_shared_ = memory.dynamic_shared;
     exited_.assign(dynamic_shared_.size(), false);
+    remote_.assign(dynamic_shared_.size(), {});
     order_.begin_cluster(static_cast<unsigned>(memory.blocks.size()), slots_per_block_);
     unwatched_ = {memory.stacks, memory.threads, Region(&current, sizeof current)};
     block_indices_.push_back(memory.blocks);
   }
-  void exit_block(unsigned block) { exited_[block] = true; }
+  // What other blocks did to its shared memory must come before.
+  void exit_block(unsigned block) {
+    exited_[block] = true;
+    for (const auto& [slot, remote] : remote_[block]) {
+      if (order_.block_knows(block, remote.access)) continue;
+      report("the block that owns it may have exited", remote.address, nullptr, false, remote.access, remote.writes);
+    }
+  }
 
   std::string findings() const {
     if (findings_.empty()) return "";
@@ -107,6 +116,7 @@ class Checker {
       if (!order_.has_heard_of_block(current->slot, block)) {
         report("the block that owns it may not have started", address, nullptr, false, now, writes);
       }
+      remote_[block][now.slot] = {now, writes, address};
     }
   }
 
@@ -187,9 +197,16 @@ class Checker {
   std::string kernel_;
   Shadow shadow_;
   HappensBefore order_;
+  struct RemoteAccess {
+    Access access;
+    bool writes;
+    uintptr_t address;
+  };
+
   unsigned slots_per_block_ = 1;
-  std::vector<Region> dynamic_shared_;  // by rank in the running cluster
-  std::vector<bool> exited_;            // likewise
+  std::vector<Region> dynamic_shared_;                    // by rank in the running cluster
+  std::vector<bool> exited_;                              // likewise
+  std::vector<std::map<uint16_t, RemoteAccess>> remote_;  // likewise: the last access of each thread of other blocks
   std::array<Region, 3> unwatched_;
   std::vector<std::vector<uint3>> block_indices_;  // by serial number of the cluster, then rank
   std::set<std::pair<uint32_t, uint32_t>> seen_;
