@@ -82,7 +82,8 @@ def discounted_returns(
 ) -> Tensor:
     """Discounted sum of the rewards from each token on; with gamma = 1 the reward to go.
 
-    Over the live tokens of a sequence, with t+ the next live token: G_t = r_t + gamma G_t+.
+    Over the live tokens of a sequence, with t+ the next live token: G_t = r_t + gamma G_t+. With gamma = 0 that is the
+    rewards themselves, the terminal ones at their tokens.
 
     Args:
         rewards: float32 or float64 [T]; no gradient flows. With a KL penalty taken off: see kl_penalty.

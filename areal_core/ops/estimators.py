@@ -197,9 +197,9 @@ def compute_advantages(
     dr_grpo               r - mean
     opo                   r - sum of T r / sum of T over the group
     gpg                   (r - mean) times sequences / sequences in groups whose rewards differ
-    gdpo                  sum over the R rewards of (r - mean) / (std + eps)
+    gdpo                  sum over the R rewards of (r - mean) / (std + eps); the paper then has whiten=True
     maxrl                 (r - mean) / (mean + eps)
-    pass_at_k             (E[best of k with this one] - E[best of k]) / std[best of k], over the k-subsets of the group
+    pass_at_k             (E[best of k with this one] - E[best of k]) / std[best of k], over k-subsets of the group
     ===================== =======================================================================================
 
     With gamma < 1 (reinforce_kl, reinforce_pp, reinforce_pp_baseline, remax, ppo) rewards to come are discounted by
@@ -233,7 +233,7 @@ def compute_advantages(
 
     Masked tokens get 0 and are never read. A NaN reward is a failed sample: left out of all statistics, its advantages
     0 (so is a sequence whose KL is NaN where the KL is part of the reward). A group of equal rewards gives exactly 0; a
-    group of one gives 0, or its reward with singleton="raw"; pass_at_k gives 0 to groups of fewer than k. An infinite
+    group of one gives 0, or its reward with singleton="raw"; pass_at_k (k = 4) gives 0 to groups of fewer than k. An infinite
     reward makes its group infinite. Statistics are float64; bitwise the same for any order of the sequences, any number
     of threads and any split over ranks.
 

@@ -39,6 +39,31 @@ def test_leave_one_out_std_of_equal_others_divides_by_nothing() -> None:
             assert wanted is None or advantage == pytest.approx(wanted, rel=1e-14)
 
 
+@pytest.mark.parametrize("level", ["group", "batch"])
+@pytest.mark.parametrize("whiten", [False, True])
+def test_float32_rewards_near_1000_keep_their_spread(level: str, whiten: bool) -> None:
+    """A one-pass float32 variance of these is NaN, and a float32 mean costs the digits that count."""
+    torch.manual_seed(0)
+    rewards = 1000 + 0.1 * torch.randn(64)
+    cu_seqlens, ids = torch.arange(65), torch.zeros(64).long()
+    if whiten:
+        out = ops.compute_advantages("reinforce_pp", rewards=rewards, cu_seqlens=cu_seqlens, eps=0.0)
+    else:
+        options = {"mean_level": level, "std_level": level, "eps": 0.0}
+        out = ops.compute_advantages("grpo_r1", rewards=rewards, group_ids=ids, cu_seqlens=cu_seqlens, **options)
+    wide = rewards.double()
+    assert out.dtype == torch.float32
+    assert_near(out, (wide - wide.mean()) / wide.std(), absolute=1e-6, relative=1e-6)
+
+
+def test_terminal_rewards_land_on_the_last_live_token() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    placed = ops.discounted_returns(
+        torch.zeros(3, 4), gamma=0.0, loss_mask=mask, terminal_rewards=torch.tensor([1.0, 2.0, 3.0])
+    )
+    assert placed.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+
+
 def test_gdpo_adds_up_scores_and_fails_a_sample_in_all_rewards() -> None:
     batch = make_batch()
     rewards = torch.rand(12, 3, dtype=torch.float64)
