@@ -8,9 +8,7 @@ from torch import Tensor
 from areal_core.ops._linear_chunks import row_dtype
 
 
-def check_linear(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
-) -> torch.dtype:
+def check_linear(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> torch.dtype:
     """Check what is multiplied; give the dtype of the operands on a GPU."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if hidden.dtype not in dtypes:

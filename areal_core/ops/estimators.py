@@ -233,9 +233,9 @@ def compute_advantages(
 
     Masked tokens get 0 and are never read. A NaN reward is a failed sample: left out of all statistics, its advantages
     0 (so is a sequence whose KL is NaN where the KL is part of the reward). A group of equal rewards gives exactly 0; a
-    group of one gives 0, or its reward with singleton="raw"; pass_at_k (k = 4) gives 0 to groups of fewer than k. An infinite
-    reward makes its group infinite. Statistics are float64; bitwise the same for any order of the sequences, any number
-    of threads and any split over ranks.
+    group of one gives 0, or its reward with singleton="raw"; pass_at_k, whose k is 4 unless given, gives 0 to smaller
+    groups. An infinite reward makes its group infinite. Statistics are float64; bitwise the same for any order of the
+    sequences, any number of threads and any split over ranks.
 
     Raises:
         ValueError: unknown name or option, an option or input that the estimator would ignore, a missing input, wrong
