@@ -16,6 +16,7 @@ from areal_core.ops.loss_config import PPOLossConfig
 from areal_core.ops.loss_stats import PPOLossStats, PPOLossSummary
 from areal_core.ops.moments import Moments, masked_moments, whiten
 from areal_core.ops.packing import PackedBatch, merge_microbatches, pack, select_sequences, unpack
+from areal_core.ops.proximal import interpolate_proximal, m2po_mask
 from areal_core.ops.rewards import (
     AdaptiveKL,
     GroupFilter,
@@ -28,6 +29,7 @@ from areal_core.ops.rewards import (
     soft_overlong_penalty,
     turn_ends,
 )
+from areal_core.ops.value_loss import ValueLossOutput, ValueLossStats, ValueLossSummary, value_loss
 
 __all__ = [
     "AdaptiveKL",
@@ -44,16 +46,21 @@ __all__ = [
     "PackedBatch",
     "RewardConfig",
     "ShapedRewards",
+    "ValueLossOutput",
+    "ValueLossStats",
+    "ValueLossSummary",
     "allocate_microbatches",
     "compute_advantages",
     "discounted_returns",
     "estimators",
     "filter_groups",
     "gae",
+    "interpolate_proximal",
     "kl_penalty",
     "linear_logprob",
     "linear_ppo_loss",
     "logprob_from_logits",
+    "m2po_mask",
     "masked_moments",
     "merge_microbatches",
     "next_token_labels",
@@ -71,6 +78,7 @@ __all__ = [
     "to_token_aligned",
     "turn_ends",
     "unpack",
+    "value_loss",
     "whiten",
     "zigzag_merge",
     "zigzag_split",

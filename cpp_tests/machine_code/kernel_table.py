@@ -53,4 +53,6 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::sequence_rewards_kernel", registers=48, shared_bytes=2048),
     KernelRow(r"::spread_scores_kernel", registers=48, shared_bytes=0),
     KernelRow(r"::token_rewards_kernel", registers=48, shared_bytes=0),
+    KernelRow(r"::value_loss_finish_kernel", registers=64, shared_bytes=2048),
+    KernelRow(r"::value_loss_kernel<", registers=80, shared_bytes=2048),
 )

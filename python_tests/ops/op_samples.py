@@ -112,6 +112,23 @@ def full_ppo_batch(size: int) -> Arguments:
     return {**per_token(size, *names, scale=0.3), **extra, "config": config}
 
 
+def sequence_ppo_batch(size: int) -> Arguments:
+    config = ops.PPOLossConfig.preset("gspo", behavior_level="geometric", distill_coef=0.1, entropy_coef=0.01)
+    versions = torch.arange(sum(lengths(size))) % 5
+    extra = {"keep_mask": ~loss_mask(size), "versions": versions, "current_version": torch.tensor(6)}
+    return {**full_ppo_batch(size), **per_token(size, "teacher_logprobs", scale=0.3), **extra, "config": config}
+
+
+def value_batch(size: int) -> Arguments:
+    return {**per_token(size, "values", "old_values", "returns"), "loss_mask": loss_mask(size)}
+
+
+def stale_tokens(size: int) -> Arguments:
+    versions = torch.arange(sum(lengths(size))) % 5 - 1
+    logprobs = per_token(size, "behavior_logprobs", "logprobs", scale=0.3)
+    return {**logprobs, "versions": versions, "current_version": torch.tensor(3)}
+
+
 def scan(size: int) -> Arguments:
     return {**per_token(size, "rewards", "values"), "cu_seqlens": cu_seqlens(size), "gamma": 0.9, "lam": 0.8}
 
@@ -188,6 +205,20 @@ SAMPLES = [
     Sample("ppo_loss_from_logits", "inplace", logits_ppo_batch),
     Sample("ppo_loss", "", ppo_batch, ("logprobs",)),
     Sample("ppo_loss", "all_options", full_ppo_batch, ("logprobs", "entropy")),
+    Sample("ppo_loss", "by_sequence", sequence_ppo_batch, ("logprobs", "entropy")),
+    Sample("value_loss", "", value_batch, ("values",)),
+    Sample("value_loss", "bounded", lambda n: {**value_batch(n), "clip": 0.2, "huber_delta": 0.5}, ("values",)),
+    Sample("interpolate_proximal", "", stale_tokens),
+    Sample("interpolate_proximal", "linear", lambda n: {**stale_tokens(n), "method": "linear"}),
+    Sample(
+        "m2po_mask",
+        "",
+        lambda n: {
+            **per_token(n, "proximal_logprobs", "behavior_logprobs", scale=0.3),
+            "loss_mask": loss_mask(n),
+            "threshold": 0.04,
+        },
+    ),
     Sample("gae", "", scan),
     Sample("gae", "masked", lambda n: {**scan(n), "loss_mask": loss_mask(n)}),
     Sample("discounted_returns", "", lambda n: {**per_token(n, "rewards"), "cu_seqlens": cu_seqlens(n), "gamma": 0.9}),

@@ -1,0 +1,145 @@
+"""What decoupled PPO needs to know of stale tokens: proximal log-probabilities without a forward pass, and which tokens
+M2PO drops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_METHODS = ("loglinear", "linear")
+# Squared log-ratios are at most this: log-ratios are clamped to [-20, 20], as in ppo_loss.
+_MAX_LOG_RATIO = 20.0
+
+
+def interpolate_proximal(
+    behavior_logprobs: Tensor,
+    logprobs: Tensor,
+    versions: Tensor,
+    *,
+    current_version: int | Tensor,
+    proximal_version: int | Tensor | None = None,
+    method: str = "loglinear",
+) -> Tensor:
+    """Approximate the proximal log-probabilities from two other policies, instead of computing them.
+
+    The proximal policy lies between the policy that produced a token (version b) and the current one (version c):
+    a = (proximal_version - b) / (c - b), clamped to [0, 1], and
+    "loglinear": (1 - a) behavior + a current;  "linear": log((1 - a) exp(behavior) + a exp(current)).
+
+    Args:
+        behavior_logprobs: floating [T], nats, of the policy that produced the token.
+        logprobs: same dtype [T], of the current policy. Its gradient is not followed.
+        versions: integer [T], policy version that produced the token; aligned with the logprobs. A token with b >= c,
+            or without a version (b < 0), keeps its behavior logprob.
+        current_version: number or one-element tensor.
+        proximal_version: the same; None: current_version - 1.
+        method: "loglinear" or "linear".
+
+    Returns:
+        [T] of that dtype, without gradient.
+
+    A token with a = 0 or a = 1 gets exactly one of the two logprobs, whatever the other is. NaN at a token stays there.
+    Elementwise, so masked tokens reach no other.
+
+    Raises:
+        ValueError: an unknown method, or shapes that differ.
+        TypeError: versions of a floating dtype.
+
+    Source: log-linear interpolation by version as in AReaL (arXiv 2505.24298) since 1.0.
+    """
+    if method not in _METHODS:
+        raise ValueError(f"interpolate_proximal: expected method in {_METHODS}, got {method!r}")
+    for name, tensor in (("logprobs", logprobs), ("versions", versions)):
+        if tensor.shape != behavior_logprobs.shape:
+            raise ValueError(
+                f"interpolate_proximal: expected {name} of shape {list(behavior_logprobs.shape)}, "
+                f"got {list(tensor.shape)}"
+            )
+    if versions.dtype.is_floating_point:
+        raise TypeError(f"interpolate_proximal: expected versions of an integer dtype, got {versions.dtype}")
+    with torch.no_grad():
+        behavior, current = behavior_logprobs.detach(), logprobs.detach()
+        proximal = current_version - 1 if proximal_version is None else proximal_version
+        span = current_version - versions
+        known = (versions >= 0) & (span > 0)
+        share = torch.where(known, (proximal - versions) / torch.where(known, span, 1), 0.0).clamp(0, 1)
+        share = share.to(behavior.dtype)
+        if method == "linear":
+            mixed = torch.logaddexp(behavior + torch.log1p(-share), current + torch.log(share))
+        else:
+            mixed = behavior + share * (current - behavior)
+            mixed = torch.where(behavior.isneginf() | current.isneginf(), -torch.inf, mixed)
+        return torch.where(share == 0, behavior, torch.where(share == 1, current, mixed))
+
+
+def m2po_mask(
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    threshold: float = 0.04,
+    group: Any = None,
+) -> Tensor:
+    """Which tokens M2PO keeps: the largest squared log-ratios go until the rest averages below the threshold.
+
+    With m = (proximal - behavior)^2 of the live tokens of the whole batch (over all ranks of `group`), the tokens kept
+    are those with m <= c, for the largest c at which their mean is below the threshold. Tokens with the same m share
+    their fate. Where not even the smallest m is below the threshold, no token is kept.
+
+    Args:
+        proximal_logprobs: float32 or float64 [T], nats.
+        behavior_logprobs: same dtype [T].
+        loss_mask: bool or number [T], nonzero = live.
+        threshold: > 0, of the mean of m.
+        group: a torch.distributed group whose ranks hold parts of the batch; every rank must call. None: this call
+            holds the batch.
+
+    Returns:
+        bool [T], False at masked tokens: the keep_mask of ppo_loss, to be made before the batch is cut into
+        micro-batches.
+
+    Log-ratios are clamped to [-20, 20], and 0 where both logprobs are -inf. A live token whose log-ratio is NaN is
+    dropped and counts in no mean. Deterministic, and but for the last bit of a mean the same however the batch is split
+    over ranks; no synchronisation with a GPU.
+
+    Raises:
+        ValueError: a threshold that is not > 0, or shapes that differ.
+
+    Source: M2PO, arXiv 2510.01161.
+    """
+    if not threshold > 0:
+        raise ValueError(f"m2po_mask: expected threshold > 0, got {threshold}")
+    for name, tensor in (("behavior_logprobs", behavior_logprobs), ("loss_mask", loss_mask)):
+        if tensor.shape != proximal_logprobs.shape:
+            raise ValueError(
+                f"m2po_mask: expected {name} of shape {list(proximal_logprobs.shape)}, got {list(tensor.shape)}"
+            )
+    with torch.no_grad():
+        proximal, behavior = proximal_logprobs.detach(), behavior_logprobs.detach()
+        log_ratio = torch.where(proximal == behavior, 0.0, proximal - behavior)
+        moment = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).double().square()
+        live = loss_mask.to(torch.bool) & ~moment.isnan()
+        return live & (moment <= _cutoff(torch.where(live, moment, torch.inf), threshold, group))
+
+
+def _cutoff(moments: Tensor, threshold: float, group: Any) -> Tensor:
+    """The largest c for which the mean of the moments <= c is below the threshold; negative where there is none.
+
+    That mean grows with c, so bisection finds c. Over what: non-negative floats are ordered as the integers of the same
+    bits, of which float32 has few enough. c is then exact to a float32 step, and between two such steps all or none.
+    """
+    low = torch.full((), -1, dtype=torch.int64, device=moments.device)  # a c that is low enough
+    high = torch.full((), 2**31 - 2**23, dtype=torch.int64, device=moments.device)  # one that may be too high: inf
+    for _ in range(32):
+        middle = (low + high) // 2
+        bound = middle.clamp(min=0).to(torch.int32).view(torch.float32).double()
+        kept = moments <= bound
+        sums = torch.stack((torch.where(kept, moments, 0.0).sum(), kept.sum().double()))
+        if group is not None:
+            torch.distributed.all_reduce(sums, group=group)
+        fits = (sums[0] < threshold * sums[1]) | (sums[1] == 0)
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    return torch.where(low < 0, -1.0, low.clamp(min=0).to(torch.int32).view(torch.float32).double())
