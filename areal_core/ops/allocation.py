@@ -130,4 +130,6 @@ def _gather(bins: int, sequences: int, group: Any) -> list[tuple[int, int]]:
 
 
 def _as_list(lengths: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(lengths, list):
+        return lengths
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)

@@ -34,6 +34,31 @@ std::vector<int64_t> to_vector(const py::list& list) {
   return values;
 }
 
+// By hand for the same reason.
+py::list to_lists(const Bins& bins) {
+  py::list lists(bins.size());
+  for (size_t b = 0; b < bins.size(); ++b) {
+    py::list indices(bins[b].size());
+    for (size_t i = 0; i < bins[b].size(); ++i) {
+      PyObject* index = PyLong_FromLongLong(bins[b][i]);
+      if (index == nullptr) throw py::error_already_set();
+      PyList_SET_ITEM(indices.ptr(), static_cast<py::ssize_t>(i), index);
+    }
+    PyList_SET_ITEM(lists.ptr(), static_cast<py::ssize_t>(b), indices.release().ptr());
+  }
+  return lists;
+}
+
+template <class Allocate>
+py::list without_lock(const Allocate& allocate) {
+  Bins bins;
+  {
+    const py::gil_scoped_release unlocked;
+    bins = allocate();
+  }
+  return to_lists(bins);
+}
+
 }  // namespace
 
 void register_packing(py::module_& m) {
@@ -48,8 +73,7 @@ void register_packing(py::module_& m) {
                                       .method = parse_method(method),
                                       .oversized_alone = parse_policy("oversized", oversized, "alone"),
                                       .allow_empty = parse_policy("too_few", too_few, "empty")};
-        const py::gil_scoped_release unlocked;
-        return allocate_microbatches(lengths, options);
+        return without_lock([&] { return allocate_microbatches(lengths, options); });
       },
       py::arg("lengths"), py::arg("max_tokens"), py::arg("min_bins"), py::arg("multiple_of"), py::arg("method"),
       py::arg("oversized"), py::arg("too_few"));
@@ -59,8 +83,7 @@ void register_packing(py::module_& m) {
          std::optional<int64_t> max_tokens) {
         const std::vector<int64_t> lengths = to_vector(list);
         const PartitionOptions options{bins, linear_cost, quadratic_cost, equal_size, max_tokens};
-        const py::gil_scoped_release unlocked;
-        return partition_balanced(lengths, options);
+        return without_lock([&] { return partition_balanced(lengths, options); });
       },
       py::arg("lengths"), py::arg("bins"), py::arg("linear_cost"), py::arg("quadratic_cost"), py::arg("equal_size"),
       py::arg("max_tokens"));
