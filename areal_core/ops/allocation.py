@@ -92,7 +92,7 @@ def partition_balanced(
 ) -> list[list[int]]:
     """Assign sequences to exactly k bins of nearly equal cost, by largest differencing.
 
-    Equal sizes are levelled further: sequences of the fullest and the emptiest bin change places while that helps.
+    Sequences of the fullest and the emptiest bin then change places while that helps.
 
     Args:
         lengths: int [S], tokens, S >= k.

@@ -41,8 +41,9 @@ struct PartitionOptions {
   std::optional<int64_t> max_tokens;
 };
 
-// Karmarkar-Karp largest differencing over options.bins bins, O(n k log k); equal sizes are levelled further by swaps. Throws areal::Error when the cap can't be
-// kept (by differencing, nor by first fit decreasing if sizes may differ), and with fewer sequences than bins.
+// Karmarkar-Karp largest differencing over options.bins bins, O(n k log k), levelled further by swaps. Throws
+// areal::Error when the cap can't be kept (by differencing, nor by first fit decreasing if sizes may differ), and with
+// fewer sequences than bins.
 Bins partition_balanced(std::span<const int64_t> lengths, const PartitionOptions& options);
 
 // The steps, shared between the files. Lengths are >= 0; `order` lists the sequences to place, longest first.

@@ -133,7 +133,7 @@ Bins partition_balanced(std::span<const int64_t> lengths, const PartitionOptions
   const std::vector<double> costs = sequence_costs(lengths, options);
   const std::vector<int64_t> order = longest_first(lengths);
   Bins bins = largest_differencing(costs, order, options.bins, options.equal_size);
-  if (options.equal_size) level_by_swaps(bins, costs);
+  level_by_swaps(bins, costs);
   if (!options.max_tokens || max_load(bins, lengths) <= *options.max_tokens) return bins;
 
   const int64_t most = max_load(bins, lengths);
