@@ -48,6 +48,7 @@ struct Stage {
   ClusterPart parts[kMaxClusterBlocks];  // by rank
   RowPlan plan;
 };
+static_assert(sizeof(Stage<float>) % kBulkUnit == 0);  // the slices after the stages are aligned for bulk copies
 
 // The shared memory of a block: the stages, then room for a slice for each.
 template <class T>
@@ -164,21 +165,24 @@ __device__ __forceinline__ loss::TokenLoss<float> derive_token(const loss::Polic
   return result;
 }
 
-// The plan of a row's gradient from its sums, and its outputs; for one thread.
-template <class T>
-__device__ __forceinline__ void plan_row(const FusedLossArgs& args, const loss::LossConstants<FusedLane>& constants,
-                                         loss::TokenInputs<FusedLane> token, int64_t row, const ClusterPart& total,
-                                         RowPlan* plan) {
-  const float temperature = args.input.row_temperature(row);
+// What the merger needs of the loss for every row.
+struct LossTerms {
+  loss::LossConstants<FusedLane> constants;
+  float scale;
+};
+
+// The outputs of a row and the plan of its gradient, from its sums; for one thread.
+__device__ __forceinline__ logprob::RowResult<float> plan_row(const FusedLossArgs& args, const LossTerms& terms,
+                                                              loss::TokenInputs<FusedLane> token, float temperature,
+                                                              const ClusterPart& total, RowPlan* plan) {
   const auto result = logprob::finish_row(total.partial, total.label_logit, temperature);
   token.logprob = result.logprob;
-  token.entropy = constants.has_entropy ? result.entropy : 0.0f;
-  const loss::TokenLoss<float> derived = derive_token(args.loss.params, constants, token);
-  const float scale = *args.scale;
-  const logprob::Upstream<float> up = {scale * derived.grad_logprob, scale * derived.grad_entropy, 0.0f};
+  token.entropy = terms.constants.has_entropy ? result.entropy : 0.0f;
+  const loss::TokenLoss<float> derived = derive_token(args.loss.params, terms.constants, token);
+  const logprob::Upstream<float> up = {terms.scale * derived.grad_logprob, terms.scale * derived.grad_entropy, 0.0f};
   plan->gradient = logprob::row_gradient(up, total.partial.max, result.log_sum, result.entropy, temperature);
   plan->label_gradient = logprob::label_gradient(up, result.logprob, result.entropy, temperature);
-  if (cluster_rank() == 0) store_results(args.output, row, result, total.partial.max);
+  return result;
 }
 
 // Lane 0 puts a row into the stage, once that is free, and starts its copy. A slice without a row ends the pipeline.
@@ -209,8 +213,7 @@ __device__ __forceinline__ void load(const FusedLossArgs& args, const Pipeline<T
 
 // The merger's part for one row: the sums of the block's workers, then of the cluster, then the plan.
 template <class T>
-__device__ __forceinline__ void merge_and_plan(const FusedLossArgs& args,
-                                               const loss::LossConstants<FusedLane>& constants, Stage<T>& stage,
+__device__ __forceinline__ void merge_and_plan(const FusedLossArgs& args, const LossTerms& terms, Stage<T>& stage,
                                                unsigned parity, const T* tile) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const Slice<T>& slice = stage.slice;
@@ -238,19 +241,21 @@ __device__ __forceinline__ void merge_and_plan(const FusedLossArgs& args,
   __syncwarp();  // all lanes have read what others may write again once the workers have the plan
   if (lane == 0) {
     total.label_logit = stage.parts[slice.label_rank].label_logit;
-    plan_row<T>(args, constants, token, slice.index, total, &stage.plan);
+    const int64_t row = slice.index;
+    const auto result = plan_row(args, terms, token, slice.temperature, total, &stage.plan);
     mbarrier_arrive(&stage.planned);
+    if (cluster_rank() == 0) store_results(args.output, row, result, total.partial.max);
   }
 }
 
 template <class T>
 __device__ __forceinline__ void merge_rows(const FusedLossArgs& args, const Pipeline<T>& pipeline) {
-  const auto constants = loss::loss_constants<FusedLane>(args.loss);
+  const LossTerms terms = {loss::loss_constants<FusedLane>(args.loss), *args.scale};
   for (Turn turn;; turn.advance(pipeline.shape.stages)) {
     Stage<T>& stage = pipeline.stages[turn.stage];
     mbarrier_wait(&stage.full, turn.parity);
     if (stage.slice.row == nullptr) return;
-    merge_and_plan(args, constants, stage, turn.parity, static_cast<const T*>(pipeline.tile(turn.stage)));
+    merge_and_plan(args, terms, stage, turn.parity, static_cast<const T*>(pipeline.tile(turn.stage)));
   }
 }
 

@@ -23,6 +23,7 @@ struct Slice {
   T* row;  // nullptr: the row before was the last one
   int64_t index;
   int64_t label;
+  float temperature;
   float scale;          // log2(e) / temperature
   unsigned label_rank;  // of the block that holds the label's logit
   int64_t offset;
@@ -44,6 +45,7 @@ __device__ __forceinline__ Slice<T> slice_of(const FusedInput& input, int64_t ro
   T* x = static_cast<T*>(const_cast<void*>(input.logits)) + row * input.row_stride;
   const RowCut cut = cut_row(x, input.vocab);
   const int64_t blocks = cluster_size(), rank = cluster_rank(), label = input.labels[row];
+  const float temperature = input.row_temperature(row);
   const int64_t each = max((cut.vectors + blocks - 1) / blocks, int64_t{1});
   const int64_t begin = min(rank * each, cut.vectors), end = min(begin + each, cut.vectors);
   const int64_t tail_offset = cut.head + cut.vectors * kLength;
@@ -52,7 +54,8 @@ __device__ __forceinline__ Slice<T> slice_of(const FusedInput& input, int64_t ro
   return {x,
           row,
           label,
-          static_cast<float>(logprob::kLog2E) / input.row_temperature(row),
+          temperature,
+          static_cast<float>(logprob::kLog2E) / temperature,
           static_cast<unsigned>(label_rank),
           cut.head + begin * kLength,
           static_cast<int>(end - begin),
