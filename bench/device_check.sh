@@ -96,6 +96,8 @@ sanitize() {
 time_kernels() {
   local common=(--device cuda --repeats 15 --threads 1 --out "$OUT")
   stage bench_logprob 60 "$PYTHON" bench/bench_logprob.py "${common[@]}" --tokens "$TOKENS" --vocab "$VOCAB" --dtypes bfloat16
+  stage bench_linear_logprob 60 "$PYTHON" bench/bench_linear_logprob.py "${common[@]}" --tokens "$TOKENS" --vocab "$VOCAB" \
+    --hidden 4096 --live 1.0 --dtypes bfloat16
   stage bench_loss 30 "$PYTHON" bench/bench_loss.py "${common[@]}" --tokens 1000000
   stage bench_scan 30 "$PYTHON" bench/bench_scan.py "${common[@]}"
   stage bench_peers 90 "$PYTHON" bench/bench_peers.py "${common[@]}" --compile --tokens "$TOKENS" --vocab "$VOCAB" \
