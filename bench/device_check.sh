@@ -95,10 +95,11 @@ sanitize() {
 
 time_kernels() {
   local common=(--device cuda --repeats 15 --threads 1 --out "$OUT")
-  stage bench_logprob 60 "$PYTHON" bench/bench_logprob.py "${common[@]}" --tokens "$TOKENS" --vocab "$VOCAB" --dtypes bfloat16
+  stage bench_logprob 90 "$PYTHON" bench/bench_logprob.py "${common[@]}" --compile --tokens "$TOKENS" --vocab "$VOCAB" \
+    --dtypes bfloat16
   stage bench_linear_logprob 60 "$PYTHON" bench/bench_linear_logprob.py "${common[@]}" --tokens "$TOKENS" --vocab "$VOCAB" \
     --hidden 4096 --live 1.0 --dtypes bfloat16
-  stage bench_loss 30 "$PYTHON" bench/bench_loss.py "${common[@]}" --tokens 1000000
+  stage bench_loss 40 "$PYTHON" bench/bench_loss.py "${common[@]}" --compile --tokens 1000000
   stage bench_scan 30 "$PYTHON" bench/bench_scan.py "${common[@]}"
   stage bench_peers 90 "$PYTHON" bench/bench_peers.py "${common[@]}" --compile --tokens "$TOKENS" --vocab "$VOCAB" \
     --hidden 4096 --sequences 512 --length 4096 --tasks logprob linear loss gae pack
@@ -129,5 +130,6 @@ fi
 {
   echo "device_check on ${gpu#* }: $(git describe --always --dirty 2>/dev/null || echo 'no git'), $SECONDS s"
   printf '%s\n' "${summary[@]}"
+  "$PYTHON" bench/floors.py "$OUT"
 } | tee "$OUT/summary.txt"
 exit "$failed"

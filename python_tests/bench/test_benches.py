@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(not BENCH.is_dir(), reason="tests run without th
 SMALL = {
     "generate": "--rows 2 --prompt-tokens 3 --new-tokens 2",
     "linear_logprob": "--tokens 21 --vocab 67 --hidden 8 --dtypes bfloat16 float32",
-    "linear_logprob": "--tokens 9 --vocab 67 --hidden 8",
     "logprob": "--tokens 3 --vocab 67 --dtypes bfloat16",
     "loop": "rollout.batch_groups=2 rollout.group_size=2 generate.max_new_tokens=2 --steps 4 --skip 1 --modes sync",
     "loss": "--tokens 100",
@@ -86,6 +85,17 @@ def test_without_matplotlib_the_bench_says_so(
     run(monkeypatch, "loss", f"{SMALL['loss']} --no-save --plot {tmp_path / 'loss.png'}")
     assert "no plot: matplotlib is not installed" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_floors_of_a_gpu_run(tmp_path: Path, harness: ModuleType) -> None:
+    floors = importlib.import_module("floors")
+    rows = [
+        {"case": "forward", "provider": "ours", "median_ms": 1.0, "hbm_share": 0.75},
+        {"case": "forward", "provider": "on a CPU", "median_ms": 1.0, "hbm_share": None},
+    ]
+    (tmp_path / "run.json").write_text(json.dumps([{"bench": "x", "rows": rows}, {"bench": "without rows"}]))
+    (line,) = floors.lines(tmp_path)
+    assert line == "  75% of the memory's peak: 1.000 ms, floor 0.750 ms, ours, forward"
 
 
 def test_a_wrong_provider_is_never_timed(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

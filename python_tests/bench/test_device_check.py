@@ -56,6 +56,7 @@ def test_a_failing_stage_does_not_stop_the_next(tmp_path: Path, pretender: str) 
     assert "out of time after 1 s" in verdicts["bench_loss"]
     assert " passed " in verdicts["samples"]
     assert " passed " in verdicts["bench_peers"]
+    assert "ran bench/floors.py" in summary
     assert "--tokens 7" in (tmp_path / "out" / "bench_logprob.log").read_text()
 
 
