@@ -16,6 +16,7 @@ _native = torch.ops.areal_core
 STATISTICS = 5  # what logprob_forward gives for a row
 PARTS = 4  # what logprob_partial gives
 _WIDENED_COLUMNS = 8192  # of the weight at a time: 29 MB of float32 at H = 896
+_PRODUCT_ROWS = 8192  # added to a wider sum at a time
 _CHUNK_MULTIPLE = 64
 # A chunk costs a pass over the weight and one over its float32 gradient, so it must be long against the flops per byte
 # of the machine; and no longer, for it costs memory.
@@ -30,6 +31,11 @@ def row_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def counts_rows(device: torch.device) -> bool:
     """Whether the number of live rows can be known without waiting for the device."""
+    return device.type == "cpu"
+
+
+def widens_operands(device: torch.device) -> bool:
+    """Whether products take float32 operands for want of ones that take bfloat16 and give float32."""
     return device.type == "cpu"
 
 
@@ -105,11 +111,10 @@ class ChunkedLinear:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype) -> None:
         """Products on a GPU take operands of operand_dtype."""
         self.dtype = row_dtype(operand_dtype)
-        on_cpu = hidden.device.type == "cpu"
-        self.operand_dtype = self.dtype if on_cpu else operand_dtype
+        self.operand_dtype = self.dtype if widens_operands(hidden.device) else operand_dtype
         self.hidden = hidden
         self.bias = None if bias is None else bias.to(self.dtype)
-        self._widens = on_cpu and weight.dtype != self.operand_dtype
+        self._widens = widens_operands(hidden.device) and weight.dtype != self.operand_dtype
         self.weight = weight if self._widens else weight.to(self.operand_dtype)
         self._buffer = hidden.new_empty(0)
 
@@ -152,12 +157,21 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None) -> None:
     aten = torch.ops.aten
     if a.dtype == out.dtype:
         aten.mm.out(a, b, out=out) if addend is None else aten.addmm.out(addend, a, b, out=out)
-    elif addend is out:
-        aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    elif addend is out:  # not every torch has an addmm whose sum is wider than its operands
+        part = out.new_empty(min(len(out), _PRODUCT_ROWS), out.shape[1])
+        for begin in range(0, len(out), _PRODUCT_ROWS):
+            rows = slice(begin, begin + _PRODUCT_ROWS)
+            _multiply_wide(a[rows], b, part[: len(a[rows])])
+            out[rows] += part[: len(a[rows])]
     else:
-        aten.mm.dtype_out(a, b, out.dtype, out=out)
+        _multiply_wide(a, b, out)
         if addend is not None:
             out.add_(addend)
+
+
+def _multiply_wide(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b for bfloat16 or float16 operands and float32 out; on a GPU alone."""
+    torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
 
 class LinearGradients:

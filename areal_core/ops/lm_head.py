@@ -87,7 +87,8 @@ def linear_logprob(
         LogprobOutput(logprobs, entropy, lse), each [T] float32 (float64 for float64), all differentiable.
 
     Logits and their gradients are float32 (float64 for float64), and the gradient of the weight adds up in float32
-    before it is rounded to the weight's dtype. Under autocast a GPU multiplies in the dtype of autocast, and hidden and
+    before it is rounded to the weight's dtype. On a GPU the products of backward round the gradient of bfloat16 or
+    float16 logits to that dtype first. Under autocast a GPU multiplies in the dtype of autocast, and hidden and
     weight may differ in dtype; a CPU multiplies in float32 always. Memory beyond inputs and gradients: one
     chunk of logits, and on a GPU its gradient in the operands' dtype.
 
