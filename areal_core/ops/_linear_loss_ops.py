@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import OnceDifferentiable
+from areal_core.ops._dispatch import OnceDifferentiable, register_fake
 from areal_core.ops._linear_chunks import (
     STATISTICS,
     ChunkedLinear,
@@ -176,6 +176,12 @@ class LinearPPOLoss(torch.autograd.Function):
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor, a tensor of one element; costs nothing on a CPU where it is 1."""
-    if torch.compiler.is_compiling() or factor.device.type != "cpu" or float(factor) != 1:
+    """gradient *= factor, a 0-d tensor; where it is exactly 1 the gradient is neither read nor written."""
+    if torch.compiler.is_compiling():
         gradient.mul_(factor)
+    elif gradient.numel() > 0:
+        one = factor.reshape(1).to(row_dtype(gradient.dtype))
+        torch.ops.areal_core.scale_.default(gradient, one)
+
+
+register_fake("scale_", lambda values, factor: None)

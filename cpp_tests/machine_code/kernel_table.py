@@ -50,6 +50,7 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(r"::policy_loss_sequences_kernel<.*, double>", registers=96, shared_bytes=2048),
     KernelRow(r"::position_ids_kernel", registers=32, shared_bytes=0),
     KernelRow(r"::ranges_kernel", registers=48, shared_bytes=2048),
+    KernelRow(r"::scale_kernel<", registers=48, wide_loads=4, wide_stores=4, shared_bytes=0),
     KernelRow(r"::sequence_rewards_kernel", registers=48, shared_bytes=2048),
     KernelRow(r"::spread_scores_kernel", registers=48, shared_bytes=0),
     KernelRow(r"::token_rewards_kernel", registers=48, shared_bytes=0),

@@ -153,6 +153,23 @@ def test_logits_without_gradient_are_left_alone() -> None:
     assert_same_bits(p.logits.detach(), before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_scaling_in_place(dtype: torch.dtype, threads: int) -> None:
+    """Rounded once; a factor of exactly 1 reads and writes nothing."""
+    torch.set_num_threads(threads)
+    factor_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    for shape in ((0,), (7,), (1003,), (0, 5), (3, 1), (5, 33), (700, 311)):
+        values = torch.randn(shape).to(dtype)
+        for factor in (1.0, -0.3, 0.0):
+            base = torch.full((*shape[:-1], shape[-1] + 3), 7.0, dtype=dtype)
+            view = base[..., 1 : shape[-1] + 1]
+            view.copy_(values)
+            torch.ops.areal_core.scale_(view, torch.tensor([factor], dtype=factor_dtype))
+            assert_same_bits(view.contiguous(), (values.to(factor_dtype) * factor).to(dtype))
+            assert bool((base[..., 0] == 7).all() and (base[..., shape[-1] + 1 :] == 7).all())
+
+
 @pytest.mark.parametrize("upstream", [1.0, 2.0])
 @pytest.mark.parametrize("config", ["default", "gspo"])
 def test_a_second_backward_raises(upstream: float, config: str) -> None:

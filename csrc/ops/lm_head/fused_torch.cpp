@@ -4,6 +4,7 @@
 
 #include "bind/torch_tensor.h"
 #include "ops/lm_head/fused.h"
+#include "ops/lm_head/scale.h"
 
 namespace areal {
 namespace {
@@ -132,6 +133,24 @@ ThreeTensors fused_policy_loss(Tensor logits, const Tensor& labels, const Option
               : run<float>(logits, labels, temperatures, temperature, loss_mask, in, scale, params);
 }
 
+void scale(Tensor values, const Tensor& factor) {
+  constexpr const char* op = "scale_";
+  AREAL_CHECK(values.dim() >= 1 && values.dim() <= 2, op, ": expected values of 1 or 2 dimensions, got ", values.dim());
+  const int64_t columns = values.size(values.dim() - 1);
+  ScaleArgs args;
+  args.values = values.mutable_data_ptr();
+  args.dtype = bind::stream_dtype(values, op, "values");
+  args.rows = values.dim() == 2 ? values.size(0) : 1;
+  args.columns = columns;
+  args.row_stride = args.rows > 1 ? values.stride(0) : columns;
+  AREAL_CHECK(columns <= 1 || values.stride(values.dim() - 1) == 1, op, ": expected values.stride(-1) = 1");
+  AREAL_CHECK(args.row_stride >= columns, op, ": expected rows that do not overlap");
+  args.factor = args.dtype == DType::kFloat64
+                    ? static_cast<const void*>(vector_data<const double>(factor, 1, values, op, "factor"))
+                    : static_cast<const void*>(vector_data<const float>(factor, 1, values, op, "factor"));
+  bind::on_device(values, [&] { scale_cpu(args); }, [&](void* stream) { scale_cuda(args, stream); });
+}
+
 bool fits_on_cpu(const Tensor&) { return true; }
 
 #if defined(AREAL_WITH_CUDA)
@@ -151,16 +170,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
       "Tensor? teacher_logprobs, Tensor? keep_mask, Tensor scale, float[] options) "
       "-> (Tensor logprobs, Tensor entropy, Tensor lse)");
   m.def("fused_policy_loss_fits(Tensor logits) -> bool");
+  m.def("scale_(Tensor(a!) values, Tensor factor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(areal_core, CPU, m) {
   m.impl("fused_policy_loss_", TORCH_BOX(&fused_policy_loss));
   m.impl("fused_policy_loss_fits", TORCH_BOX(&fits_on_cpu));
+  m.impl("scale_", TORCH_BOX(&scale));
 }
 #if defined(AREAL_WITH_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(areal_core, CUDA, m) {
   m.impl("fused_policy_loss_", TORCH_BOX(&fused_policy_loss));
   m.impl("fused_policy_loss_fits", TORCH_BOX(&fits_on_cuda));
+  m.impl("scale_", TORCH_BOX(&scale));
 }
 #endif
 
