@@ -1,5 +1,8 @@
 """linear_logprob: values and gradients against the fp64 oracle, chunks, masking, precision, main_grad."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -218,6 +221,47 @@ def test_main_grad_receives_the_gradient_of_the_weight(dtype: torch.dtype) -> No
     assert_near(main_grad - 1, 2 * truth[1], absolute=1e-12 if dtype == torch.float64 else 3e-5, relative=1e-6)
     hidden_error = 1e-12 if dtype == torch.float64 else 1e-4
     assert_near(hidden.grad, 2 * truth[0], absolute=hidden_error, relative=2.0**-7)
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """The most memory that tensors made by the call hold at once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    events, allocations = list(profile.profiler.kineto_results.experimental_event_tree()), []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    used = peak = 0
+    for _, size in sorted(allocations, key=lambda allocation: allocation[0]):
+        used += size
+        peak = max(peak, used)
+    return peak
+
+
+def test_memory_is_a_chunk_of_logits_and_the_gradients() -> None:
+    tokens, width, vocab, chunk = 256, 4, 4000, 32
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    labels, rows = torch.randint(0, vocab, (tokens,)), torch.ones(tokens)
+    chunk_bytes, gradient_bytes = 4 * chunk * vocab, 4 * (tokens + vocab) * width
+
+    def logprobs() -> None:
+        out = ops.linear_logprob(hidden, weight, labels, chunk_tokens=chunk)
+        torch.autograd.grad(out.logprobs.sum(), (hidden, weight))
+
+    def loss() -> None:
+        out = ops.linear_ppo_loss(hidden, weight, labels, -rows, rows, rows, chunk_tokens=chunk)
+        torch.autograd.grad(out.loss, (hidden, weight))
+
+    def unfused() -> None:
+        out = ops.logprob_from_logits(hidden @ weight.t(), labels)
+        torch.autograd.grad(out.logprobs.sum(), (hidden, weight))
+
+    per_row = 4 * tokens * 40  # outputs, statistics, indices
+    for function in (logprobs, loss):
+        assert chunk_bytes <= peak_bytes(function) <= chunk_bytes + gradient_bytes + per_row
+    assert peak_bytes(unfused) > 2 * 4 * tokens * vocab
 
 
 def test_default_chunks_are_bounded() -> None:
