@@ -190,6 +190,37 @@ TEST(CApiCuda, PolicyLoss) {
   }
 }
 
+TEST(CApiCuda, ValueLoss) {
+  const auto values = wave(kTokens, 0.3), returns = wave(kTokens, 0.5);
+  std::vector<float> grads[2], sums[2];
+  std::vector<double> stats[2];
+  const int64_t scratch_bytes = areal_value_loss_scratch_bytes(kTokens);
+  std::vector<double> scratch(static_cast<size_t>(scratch_bytes) / sizeof(double));
+  for (const int on_device : {0, 1}) {
+    grads[on_device].resize(kTokens, NAN);
+    sums[on_device].resize(2, NAN);
+    stats[on_device].resize(AREAL_VALUE_STAT_COUNT, NAN);
+    auto args = make<areal_value_loss_args>();
+    args.tokens = kTokens;
+    args.values = values.data();
+    args.returns = returns.data();
+    args.loss_mask = kMask.data();
+    args.huber_delta = 0.1;
+    args.loss = sums[on_device].data();
+    args.scale = sums[on_device].data() + 1;
+    args.grad_values = grads[on_device].data();
+    args.stats = stats[on_device].data();
+    args.scratch = scratch.data();
+    args.scratch_bytes = scratch_bytes;
+    expect_ok(on_device ? areal_value_loss_cuda(&args, nullptr) : areal_value_loss_cpu(&args));
+    args.clip = 0.1;
+    expect_refused(areal_value_loss_cpu(&args), "expected old_values with clip set");
+  }
+  expect_close(grads[1], grads[0]);
+  expect_close(sums[1], sums[0]);
+  expect_close(stats[1], stats[0]);
+}
+
 TEST(CApiCuda, Gae) {
   const auto rewards = wave(kTokens, 0.9), values = wave(kTokens, 0.4);
   std::vector<float> advantages[2], returns[2];

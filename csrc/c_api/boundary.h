@@ -8,9 +8,11 @@
 
 #include <areal_core/base.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "base/check.h"
 #include "base/dtype.h"
@@ -127,6 +129,17 @@ inline Segments segments_in(Memory memory, const int64_t* cu_seqlens, int64_t se
   const Segments segments{required(cu_seqlens, 1, op, "cu_seqlens"), sequences};
   if (memory == Memory::kHost) check_segments(segments, tokens, op);
   return segments;
+}
+
+// The caller's scratch of at least so many bytes, or on the host `own` where there is none.
+template <class Args>
+double* scratch_of(const Args& args, int64_t bytes, std::vector<double>* own, const char* op) {
+  if (own != nullptr && args.scratch == nullptr) {
+    own->resize(static_cast<size_t>(bytes) / sizeof(double));
+    return own->data();
+  }
+  AREAL_CHECK(args.scratch_bytes >= bytes, op, ": expected scratch_bytes >= ", bytes, ", got ", args.scratch_bytes);
+  return static_cast<double*>(required(args.scratch, bytes, op, "scratch"));
 }
 
 // Calls fn(float{}) or fn(double{}).

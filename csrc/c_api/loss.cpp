@@ -157,16 +157,9 @@ loss::PolicyLossArgs<Real> make_policy_loss(const areal_policy_loss_args& args, 
   return native;
 }
 
-// The caller's scratch, or on the host `own` where there is none.
-double* scratch_of(const areal_policy_loss_args& args, std::vector<double>* own, const char* op) {
-  const int64_t bytes = areal_policy_loss_scratch_bytes(checked_count(args.tokens, op, "tokens"),
-                                                        checked_count(args.sequences, op, "sequences"));
-  if (own != nullptr && args.scratch == nullptr) {
-    own->resize(static_cast<size_t>(bytes) / sizeof(double));
-    return own->data();
-  }
-  AREAL_CHECK(args.scratch_bytes >= bytes, op, ": expected scratch_bytes >= ", bytes, ", got ", args.scratch_bytes);
-  return static_cast<double*>(required(args.scratch, bytes, op, "scratch"));
+int64_t scratch_bytes_of(const areal_policy_loss_args& args, const char* op) {
+  return areal_policy_loss_scratch_bytes(checked_count(args.tokens, op, "tokens"),
+                                         checked_count(args.sequences, op, "sequences"));
 }
 
 }  // namespace
@@ -193,7 +186,7 @@ areal_status areal_policy_loss_cpu(const areal_policy_loss_args* args) {
   return guarded([&] {
     const auto given = read_struct(args, op, "args");
     std::vector<double> own;
-    double* const scratch = scratch_of(given, &own, op);
+    double* const scratch = scratch_of(given, scratch_bytes_of(given, op), &own, op);
     with_real(given.dtype, op, [&]<class Real>(Real) {
       areal::loss::policy_loss_cpu(make_policy_loss<Real>(given, Memory::kHost, scratch, op));
     });
@@ -205,7 +198,7 @@ areal_status areal_policy_loss_cuda(const areal_policy_loss_args* args, void* st
   return guarded_cuda(
       [&] {
         const auto given = read_struct(args, op, "args");
-        double* const scratch = scratch_of(given, nullptr, op);
+        double* const scratch = scratch_of(given, scratch_bytes_of(given, op), nullptr, op);
         with_real(given.dtype, op, [&]<class Real>(Real) {
           areal::cuda::policy_loss(make_policy_loss<Real>(given, Memory::kDevice, scratch, op), stream);
         });

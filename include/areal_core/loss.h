@@ -78,6 +78,32 @@ AREAL_API const char* areal_policy_loss_stat_name(int64_t stat); /* NULL beyond 
 AREAL_API areal_status areal_policy_loss_cpu(const areal_policy_loss_args* args);
 AREAL_API areal_status areal_policy_loss_cuda(const areal_policy_loss_args* args, void* stream);
 
+/* Value loss: squared or Huber error, with the value clipped around its old value. Statistics are sums over live
+ * tokens: their number, terms, clipped tokens, values, returns, returns squared, errors, errors squared. */
+enum { AREAL_VALUE_STAT_COUNT = 8 };
+typedef struct areal_value_loss_args {
+  size_t size;
+  int64_t dtype; /* AREAL_FLOAT32 or AREAL_FLOAT64, of every real array */
+  int64_t tokens;
+  const void* values;     /* real [tokens] */
+  const void* old_values; /* real [tokens]; needed with clip */
+  const void* returns;    /* real [tokens] */
+  const uint8_t* loss_mask;
+  const double* normalizer; /* [1] beside the arrays; NULL: the live tokens of this call */
+  double clip;              /* 0: off */
+  double huber_delta;       /* 0: squared error */
+  void* loss;               /* real [1] */
+  void* grad_values;        /* real [tokens]: times *scale it is the gradient of the loss */
+  void* scale;              /* real [1], 1 / normalizer; 0 when no token is live */
+  double* stats;            /* [AREAL_VALUE_STAT_COUNT] */
+  void* scratch;            /* of areal_value_loss_scratch_bytes(); on the CPU NULL will do */
+  int64_t scratch_bytes;
+} areal_value_loss_args;
+
+AREAL_API int64_t areal_value_loss_scratch_bytes(int64_t tokens);
+AREAL_API areal_status areal_value_loss_cpu(const areal_value_loss_args* args);
+AREAL_API areal_status areal_value_loss_cuda(const areal_value_loss_args* args, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

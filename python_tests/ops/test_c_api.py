@@ -233,6 +233,27 @@ def test_losses_refuse_what_does_not_fit(change: dict[str, Any], text: str) -> N
         call("areal_policy_loss_cpu", make("areal_policy_loss_args", **{**fields, **sizes, **change}))
 
 
+@reals
+@pytest.mark.parametrize("bounded", [False, True])
+def test_value_loss(device: torch.device, dtype: torch.dtype, bounded: bool) -> None:
+    given = {name: per_token(device, dtype) for name in ("values", "old_values", "returns")}
+    given["loss_mask"] = some_mask(device)
+    options = {"clip": 0.2, "huber_delta": 0.5} if bounded else {}
+    leaf = given["values"].clone().requires_grad_()
+    expected = ops.value_loss(**{**given, "values": leaf}, **options)
+    (gradient,) = torch.autograd.grad(expected.loss, leaf)
+    loss, scale = (torch.empty((), dtype=dtype, device=device) for _ in range(2))
+    grad, stats = torch.empty(T, dtype=dtype, device=device), torch.empty(8, dtype=torch.float64, device=device)
+    outputs = {"loss": loss, "scale": scale, "grad_values": grad, "stats": stats}
+    if device.type == "cuda":
+        size = library().areal_value_loss_scratch_bytes(ctypes.c_int64(T))
+        outputs |= {"scratch": torch.empty(size, dtype=torch.uint8, device=device), "scratch_bytes": size}
+    call_on(device, "value_loss", make("areal_value_loss_args", dtype=dtype, tokens=T, **given, **options, **outputs))
+    assert_same_bits(loss, expected.loss)
+    assert_same_bits(stats, expected.stats.raw)
+    assert_same_bits(grad * scale, gradient)
+
+
 def test_statistics_have_the_names_of_the_python_summary() -> None:
     lib = library()
     names = [
