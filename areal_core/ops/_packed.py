@@ -54,3 +54,17 @@ def check_offsets(op: str, cu_seqlens: Tensor, tokens: int, device: torch.device
             f"{op}: expected non-decreasing cu_seqlens from 0 to {tokens} (number of packed tokens), "
             f"got {cu_seqlens.tolist()}"
         )
+
+
+def check_alike(op: str, tensors: dict[str, Tensor], floating: tuple[str, ...]) -> None:
+    """Check that tensors have one shape and device, and those of `floating` one floating dtype, the first's."""
+    first = next(iter(tensors.values()))
+    for name, x in tensors.items():
+        if x.shape != first.shape:
+            raise ValueError(f"{op}: expected {name} of shape {list(first.shape)}, got {list(x.shape)}")
+        if x.device != first.device:
+            raise ValueError(f"{op}: expected {name} on {first.device}, got {x.device}")
+        if name in floating and not x.dtype.is_floating_point:
+            raise TypeError(f"{op}: expected {name} of a floating dtype, got {x.dtype}")
+        if name in floating and x.dtype != first.dtype:
+            raise TypeError(f"{op}: expected {name} dtype = {first.dtype}, got {x.dtype}")

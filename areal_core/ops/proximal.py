@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_core.ops._dispatch import as_int64
+from areal_core.ops._packed import check_alike
+
 _METHODS = ("loglinear", "linear")
 # Squared log-ratios are at most this: log-ratios are clamped to [-20, 20], as in ppo_loss.
 _MAX_LOG_RATIO = 20.0
@@ -52,14 +55,15 @@ def interpolate_proximal(
     """
     if method not in _METHODS:
         raise ValueError(f"interpolate_proximal: expected method in {_METHODS}, got {method!r}")
-    for name, tensor in (("logprobs", logprobs), ("versions", versions)):
-        if tensor.shape != behavior_logprobs.shape:
-            raise ValueError(
-                f"interpolate_proximal: expected {name} of shape {list(behavior_logprobs.shape)}, "
-                f"got {list(tensor.shape)}"
-            )
-    if versions.dtype.is_floating_point:
-        raise TypeError(f"interpolate_proximal: expected versions of an integer dtype, got {versions.dtype}")
+    tensors = {"behavior_logprobs": behavior_logprobs, "logprobs": logprobs, "versions": versions}
+    check_alike("interpolate_proximal", tensors, ("behavior_logprobs", "logprobs"))
+    versions = as_int64(versions, "interpolate_proximal", "versions")
+    if isinstance(current_version, Tensor) and current_version.dtype.is_complex:
+        raise TypeError(f"interpolate_proximal: expected current_version of a real dtype, got {current_version.dtype}")
+    if isinstance(current_version, Tensor) and current_version.is_meta != versions.is_meta:
+        raise ValueError(
+            f"interpolate_proximal: expected current_version on {versions.device}, got {current_version.device}"
+        )
     with torch.no_grad():
         behavior, current = behavior_logprobs.detach(), logprobs.detach()
         proximal = current_version - 1 if proximal_version is None else proximal_version
@@ -112,11 +116,8 @@ def m2po_mask(
     """
     if not threshold > 0:
         raise ValueError(f"m2po_mask: expected threshold > 0, got {threshold}")
-    for name, tensor in (("behavior_logprobs", behavior_logprobs), ("loss_mask", loss_mask)):
-        if tensor.shape != proximal_logprobs.shape:
-            raise ValueError(
-                f"m2po_mask: expected {name} of shape {list(proximal_logprobs.shape)}, got {list(tensor.shape)}"
-            )
+    tensors = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs, "loss_mask": loss_mask}
+    check_alike("m2po_mask", tensors, ("proximal_logprobs", "behavior_logprobs"))
     with torch.no_grad():
         proximal, behavior = proximal_logprobs.detach(), behavior_logprobs.detach()
         log_ratio = torch.where(proximal == behavior, 0.0, proximal - behavior)

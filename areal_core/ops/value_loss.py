@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import OnceDifferentiable, call
+from areal_core.ops._dispatch import OnceDifferentiable, call, register_fake
 from areal_core.ops.loss import normalizer_tensor
 
 # The layout of the raw tensor: enum ValueStat of csrc/ops/loss/value_loss.h.
@@ -157,5 +157,5 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
     return once("value_loss", grad, grad_loss, values), None, None, None, None, None, None
 
 
-torch.library.register_fake("areal_core::value_loss", _fake)
+register_fake("value_loss", _fake)
 torch.library.register_autograd("areal_core::value_loss", _backward, setup_context=_setup_context)
