@@ -79,6 +79,10 @@ def fused_loss(hidden: Tensor, weight: Tensor, p: Problem) -> Tensor:
     return ops.linear_ppo_loss(hidden, weight, p.labels, p.proximal, p.advantages, p.mask, live_tokens=live).loss
 
 
+def loss_from_logits(hidden: Tensor, weight: Tensor, p: Problem) -> Tensor:
+    return ops.ppo_loss_from_logits(hidden @ weight.t(), p.labels, p.proximal, p.advantages, p.mask).loss
+
+
 def gradients(loss: Callable[..., Tensor], p: Problem) -> Result:
     leaves = [p.hidden.detach().requires_grad_(), p.weight.detach().requires_grad_()]
     value = loss(*leaves, p)
@@ -153,6 +157,7 @@ def policy_loss_case(bench: Bench, p: Problem, title: str) -> None:
     losses: dict[str, Callable[..., Tensor]] = {
         "matmul, logprob_from_logits": partial(in_two_steps, matmul_logprobs),
         "the same, backward in place": partial(in_two_steps, partial(matmul_logprobs, inplace_backward=True)),
+        "matmul, ppo_loss_from_logits": loss_from_logits,
         "matmul, torch log_softmax": partial(in_two_steps, torch_logprobs),
         "linear_logprob": partial(in_two_steps, linear_logprobs),
         "linear_ppo_loss": fused_loss,
