@@ -45,6 +45,67 @@ TEST_F(Simd, ExpOfSpecialValues) {
   EXPECT_TRUE(std::isnan(AREAL_ISA::exp(splat(NAN))[0]));
 }
 
+TEST_F(Simd, Exp2OfAProductIsWithinTwoUlp) {
+  double worst = 0;
+  for (const float scale : {1.0f, 1.4426950f, 0.37f}) {
+    for (int i = -125000; i <= 127000; ++i) {
+      const float x = static_cast<float>(i) * 0.99997f / 1000.0f / scale;
+      const double truth = std::exp2(static_cast<double>(x) * static_cast<double>(scale));
+      const double ulp = std::ldexp(1.0, std::ilogb(static_cast<float>(truth)) - 23);
+      const float value = exp2_of_product(splat(x), splat(scale))[kLanes - 1];
+      // Where there is no fused multiply-add the product is rounded.
+      const double rounding = kLanes == 4 ? std::fabs(static_cast<double>(x * scale)) * 0x1p-24 / ulp * truth : 0;
+      const double error = std::fabs(static_cast<double>(value) - truth) / ulp - rounding;
+      if (!(error <= worst)) worst = error;
+    }
+  }
+  EXPECT_LE(worst, 2.0);
+  for (int i = -125; i <= 127; ++i)
+    EXPECT_EQ(exp2_of_product(splat(1.0f), splat(static_cast<float>(i)))[0], std::ldexp(1.0f, i));
+}
+
+template <class T>
+void expect_pairs_round_trip() {
+  for (uint32_t start = 0; start < 65536; start += 2 * kLanes) {
+    T in[2 * kLanes], out[2 * kLanes], without_nan[2 * kLanes];
+    float values[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      values[i] = to_float(BFloat16{static_cast<uint16_t>(start + static_cast<uint32_t>(i))}) * 1.0039f;
+      from_float(values[i], in + i);
+    }
+    VecF a, b, x, y;
+    load_pair(in, a, b);
+    store_pair(out, a, b);
+    store_pair_without_nan(without_nan, a, b);
+    // The values before they were rounded, put in the pair's order by reading ones that name their place.
+    float place[2 * kLanes];
+    T index[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) from_float(static_cast<float>(i), index + i);
+    load_pair(index, x, y);
+    store(place, x);
+    store(place + kLanes, y);
+    float ordered[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) ordered[i] = values[static_cast<int>(place[i])];
+    T rounded[2 * kLanes];
+    store_pair(rounded, load(ordered), load(ordered + kLanes));
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      if (std::isnan(values[i])) {
+        ASSERT_TRUE(std::isnan(to_float(out[i])) && std::isnan(to_float(rounded[i]))) << values[i];
+      } else {
+        ASSERT_EQ(to_float(out[i]), to_float(in[i])) << values[i];
+        ASSERT_EQ(to_float(without_nan[i]), to_float(in[i])) << values[i];
+        ASSERT_EQ(to_float(rounded[i]), to_float(in[i])) << values[i];
+      }
+    }
+  }
+}
+
+TEST_F(Simd, PairsKeepEveryElementInItsPlace) {
+  expect_pairs_round_trip<float>();
+  expect_pairs_round_trip<BFloat16>();
+  expect_pairs_round_trip<Float16>();
+}
+
 template <class Half>
 void expect_round_trip() {
   for (uint32_t bits = 0; bits < 65536; bits += kLanes) {

@@ -153,6 +153,43 @@ AREAL_INLINE void store(Float16* p, VecF v) {
 #endif
 }
 
+// 2 kLanes consecutive elements as two vectors, in whatever order is cheapest; store_pair has the same order.
+template <class T>
+AREAL_INLINE void load_pair(const T* p, VecF& a, VecF& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+AREAL_INLINE void load_pair(const BFloat16* p, VecF& even, VecF& odd) {
+  VecU words;
+  std::memcpy(&words, p, sizeof words);
+  even = (VecF)(words << 16);
+  odd = (VecF)(words & 0xffff0000u);
+}
+template <class T>
+AREAL_INLINE void store_pair(T* p, VecF a, VecF b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+AREAL_INLINE void store_pair(BFloat16* p, VecF even, VecF odd) {
+  const auto rounded = [](VecF v) __attribute__((always_inline)) {
+    const VecU u = (VecU)v, nan = (VecU)(v != v);
+    return ((u + 0x7fffu + ((u >> 16) & 1u)) & ~nan) | ((u | 0x400000u) & nan);
+  };
+  const VecU words = (rounded(even) >> 16) | (rounded(odd) & 0xffff0000u);
+  std::memcpy(p, &words, sizeof words);
+}
+// Of values that are not NaN; store_pair() takes twice as many instructions again.
+AREAL_INLINE void store_pair_without_nan(BFloat16* p, VecF even, VecF odd) {
+  const VecU a = (VecU)even, b = (VecU)odd;
+  const VecU low = (a + 0x7fffu + ((a >> 16) & 1u)) >> 16, high = (b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u;
+  const VecU words = low | high;
+  std::memcpy(p, &words, sizeof words);
+}
+template <class T>
+AREAL_INLINE void store_pair_without_nan(T* p, VecF a, VecF b) {
+  store_pair(p, a, b);
+}
+
 // Lane reductions in a fixed tree order (lane i with lane i + width / 2, and so on): the same result for the same
 // lanes, always. Halves are taken with shuffles; a loop over an array of lanes would go through memory.
 typedef float Vec4F __attribute__((vector_size(16)));
@@ -213,18 +250,18 @@ AREAL_INLINE VecF exp(VecF x) {
   return select(x == x, value, x);
 }
 
-// 2^x for x in [-125, 127], which the caller clamps to; within 1 ulp, exact at integers. NaN is the caller's to keep
-// (its payload may be lost here). Degree-6 minimax polynomial on [-1/2, 1/2].
-AREAL_INLINE VecF exp2_in_range(VecF x) {
+// 2^(x scale) for products in [-125, 127], which the caller sees to; within 2 ulp, exactly 1 at 0. The product is not
+// rounded (but on the baseline). NaN is the caller's to keep (its payload may be lost here). Degree-5 minimax
+// polynomial on [-1/2, 1/2].
+AREAL_INLINE VecF exp2_of_product(VecF x, VecF scale) {
   const VecF magic = splat(0x1.8p23f);
-  const VecF biased = x + magic;
-  const VecF r = x - (biased - magic);
-  VecF p = splat(0x1.41fbbcp-13f);
-  p = fma(p, r, splat(0x1.5f3e54p-10f));
-  p = fma(p, r, splat(0x1.3b2d4cp-7f));
-  p = fma(p, r, splat(0x1.c6aee8p-5f));
-  p = fma(p, r, splat(0x1.ebfbdcp-3f));
-  p = fma(p, r, splat(0x1.62e430p-1f));
+  const VecF biased = fma(x, scale, magic);
+  const VecF r = fma(x, scale, magic - biased);
+  VecF p = splat(0x1.5aab6ep-10f);
+  p = fma(p, r, splat(0x1.3cec48p-7f));
+  p = fma(p, r, splat(0x1.c6babcp-5f));
+  p = fma(p, r, splat(0x1.ebf9b6p-3f));
+  p = fma(p, r, splat(0x1.62e424p-1f));
   p = fma(p, r, splat(1.0f));
   return (VecF)((VecI)p + ((VecI)biased << 23));
 }

@@ -18,17 +18,23 @@ namespace {
 using logprob::Partial;
 using logprob::RowGradient;
 
-constexpr int64_t kBlock = 4096;  // elements: 16 KB of float32, half of a small L1
+constexpr int64_t kBlockMultiple = 64;  // whole vectors on every instruction set
+static_assert(kLogprobBlock % kBlockMultiple == 0);
 
-template <class Real>
-int64_t block_count(const LogprobInput<Real>& input) {
-  return (input.vocab + kBlock - 1) / kBlock;
-}
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-template <class Real>
-int64_t block_length(const LogprobInput<Real>& input, int64_t block) {
-  return std::min(kBlock, input.vocab - block * kBlock);
-}
+// The cut of a row into blocks, of equal length but for the last: while one is computed the next is fetched, also from
+// one row to the next, and a short one would leave no time for it.
+struct Blocks {
+  int64_t vocab, size, count;
+
+  explicit Blocks(int64_t vocab_) : vocab(vocab_) {
+    const int64_t at_least = std::max<int64_t>(1, ceil_div(vocab, kLogprobBlock));
+    size = kBlockMultiple * std::max<int64_t>(1, ceil_div(vocab, at_least * kBlockMultiple));
+    count = ceil_div(vocab, size);
+  }
+  int64_t length(int64_t block) const { return std::min(size, vocab - block * size); }
+};
 
 template <class Real>
 const void* element(const LogprobInput<Real>& input, int64_t row, int64_t column) {
@@ -37,7 +43,7 @@ const void* element(const LogprobInput<Real>& input, int64_t row, int64_t column
 }
 
 // Grain for parallel_for over items of `elements` elements each: a thread is worth waking for about 30 us.
-int64_t grain_for(int64_t elements) { return std::max<int64_t>(1, 8 * kBlock / std::max<int64_t>(1, elements)); }
+int64_t grain_for(int64_t elements) { return std::max<int64_t>(1, 8 * kLogprobBlock / std::max<int64_t>(1, elements)); }
 
 float load_logit(const void* element, DType dtype, float) { AREAL_ISA_DISPATCH(logprob_load(element, dtype)); }
 double load_logit(const void* element, DType, double) { return *static_cast<const double*>(element); }
@@ -92,9 +98,9 @@ void check_live_rows(const LogprobInput<Real>& input, int64_t vocab_total) {
 }
 
 template <class Real>
-Partial<double> row_block(const LogprobInput<Real>& input, int64_t row, int64_t block) {
+Partial<double> row_block(const LogprobInput<Real>& input, const Blocks& blocks, int64_t row, int64_t block) {
   const Real scale = static_cast<Real>(logprob::kLog2E / static_cast<double>(input.row_temperature(row)));
-  return forward_block(element(input, row, block * kBlock), input.dtype, block_length(input, block), scale);
+  return forward_block(element(input, row, block * blocks.size), input.dtype, blocks.length(block), scale);
 }
 
 // Where the sums of a row go: they become its outputs, or the part that this rank contributes.
@@ -135,19 +141,20 @@ struct PartSink {
 
 // Merges a row's blocks, given by block(index), in index order; in double, so that their number costs no digits.
 template <class Real, class Sink, class Block>
-void finish_row(const LogprobInput<Real>& input, int64_t row, const Sink& sink, const Block& block) {
+void finish_row(const LogprobInput<Real>& input, int64_t blocks, int64_t row, const Sink& sink, const Block& block) {
   const double scale = logprob::kLog2E / static_cast<double>(input.row_temperature(row));
   Partial<double> total = logprob::empty_partial<double>();
-  for (int64_t b = 0; b < block_count(input); ++b) total = b == 0 ? block(0) : logprob::merge(total, block(b), scale);
+  for (int64_t b = 0; b < blocks; ++b) total = b == 0 ? block(0) : logprob::merge(total, block(b), scale);
   sink.live(row, total);
 }
 
 template <class Real, class Sink>
 void forward_by_rows(const LogprobInput<Real>& input, const Sink& sink) {
+  const Blocks blocks(input.vocab);
   parallel_for(0, input.rows, grain_for(input.vocab), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (input.live(row)) {
-        finish_row(input, row, sink, [&](int64_t block) { return row_block(input, row, block); });
+        finish_row(input, blocks.count, row, sink, [&](int64_t b) { return row_block(input, blocks, row, b); });
       } else {
         sink.masked(row);
       }
@@ -158,16 +165,17 @@ void forward_by_rows(const LogprobInput<Real>& input, const Sink& sink) {
 // For few rows: the blocks of all rows are shared out, their results kept and merged afterwards.
 template <class Real, class Sink>
 void forward_by_blocks(const LogprobInput<Real>& input, const Sink& sink) {
-  const int64_t blocks = block_count(input);
-  std::vector<Partial<double>> parts(static_cast<size_t>(input.rows * blocks));
-  parallel_for(0, input.rows * blocks, grain_for(kBlock), [&](int64_t begin, int64_t end) {
+  const Blocks blocks(input.vocab);
+  const int64_t count = blocks.count;
+  std::vector<Partial<double>> parts(static_cast<size_t>(input.rows * count));
+  parallel_for(0, input.rows * count, grain_for(blocks.size), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (input.live(i / blocks)) parts[static_cast<size_t>(i)] = row_block(input, i / blocks, i % blocks);
+      if (input.live(i / count)) parts[static_cast<size_t>(i)] = row_block(input, blocks, i / count, i % count);
     }
   });
   for (int64_t row = 0; row < input.rows; ++row) {
     if (input.live(row)) {
-      finish_row(input, row, sink, [&](int64_t block) { return parts[static_cast<size_t>(row * blocks + block)]; });
+      finish_row(input, count, row, sink, [&](int64_t b) { return parts[static_cast<size_t>(row * count + b)]; });
     } else {
       sink.masked(row);
     }
@@ -210,10 +218,10 @@ logprob::Upstream<Real> upstream(const LogprobGradient<Real>& gradient, int64_t 
 
 // Blocks [first, last) of one row.
 template <class Real>
-void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient, int64_t row, int64_t first,
-                     int64_t last) {
+void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient, const Blocks& blocks,
+                     int64_t row, int64_t first, int64_t last) {
   const int64_t bytes = static_cast<int64_t>(dtype_size_bytes(input.dtype));
-  const int64_t begin = first * kBlock, end = std::min(last * kBlock, input.vocab);
+  const int64_t begin = first * blocks.size, end = std::min(last * blocks.size, input.vocab);
   const int64_t label = input.labels[row] - input.vocab_start;  // in another shard: outside [0, vocab)
   const Real temperature = input.row_temperature(row), entropy = gradient.entropy[row];
   const auto up = upstream(gradient, row);
@@ -225,8 +233,8 @@ void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real
     std::memset(out + begin * bytes, 0, static_cast<size_t>((end - begin) * bytes));
     return;
   }
-  for (int64_t j = begin; j < end; j += kBlock) {
-    backward_block(element(input, row, j), out + j * bytes, input.dtype, std::min(kBlock, end - j), math);
+  for (int64_t j = begin; j < end; j += blocks.size) {
+    backward_block(element(input, row, j), out + j * bytes, input.dtype, std::min(blocks.size, end - j), math);
   }
   if (label >= begin && label < end) {
     const Real value = logprob::label_gradient(up, gradient.logprobs[row], entropy, temperature);
@@ -236,11 +244,12 @@ void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real
 
 template <class Real>
 void backward(const LogprobInput<Real>& input, const LogprobGradient<Real>& gradient) {
-  const int64_t blocks = block_count(input);
-  parallel_for(0, input.rows * blocks, grain_for(std::min(kBlock, input.vocab)), [&](int64_t begin, int64_t end) {
+  const Blocks blocks(input.vocab);
+  const int64_t count = blocks.count;
+  parallel_for(0, input.rows * count, grain_for(std::min(blocks.size, input.vocab)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end;) {
-      const int64_t row = i / blocks, next = std::min(end, (row + 1) * blocks);
-      backward_blocks(input, gradient, row, i - row * blocks, next - row * blocks);
+      const int64_t row = i / count, next = std::min(end, (row + 1) * count);
+      backward_blocks(input, gradient, blocks, row, i - row * count, next - row * count);
       i = next;
     }
   });

@@ -10,10 +10,12 @@
 
 namespace areal {
 
+inline constexpr int64_t kLogprobBlock = 4096;  // elements: 16 KB of float32, half of a small L1
+
 AREAL_ISA_DECLARE(float logprob_load(const void* element, DType dtype))
 AREAL_ISA_DECLARE(void logprob_store(float value, void* element, DType dtype))
 
-// scale = log2(e) / temperature.
+// At most kLogprobBlock elements; scale = log2(e) / temperature.
 AREAL_ISA_DECLARE(logprob::Partial<double> logprob_forward_block(const void* logits, DType dtype, int64_t count,
                                                                  float scale))
 

@@ -3,6 +3,7 @@
 #include <limits>
 #include <tuple>
 
+#include "base/huge_pages.h"
 #include "bind/torch_tensor.h"
 #include "ops/logprob/logprob.h"
 
@@ -250,6 +251,10 @@ Tensor backward(const OptionalTensor& grad_logprobs, const OptionalTensor& grad_
                 const OptionalTensor& loss_mask, int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy,
                 const Tensor& row_max, const Tensor& log_sum, int64_t vocab_start) {
   Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
+  if (logits.is_cpu()) {
+    const auto bytes = static_cast<size_t>(grad_logits.numel()) * dtype_size_bytes(bind::stream_dtype(logits, kOp, ""));
+    prefer_huge_pages(grad_logits.mutable_data_ptr(), bytes);
+  }
   backward_into<Device>(grad_logits, grad_logprobs, grad_entropy, grad_lse, logits, labels, temperatures, temperature,
                         loss_mask, ignore_index, logprobs, entropy, row_max, log_sum, vocab_start);
   return grad_logits;
