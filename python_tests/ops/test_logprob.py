@@ -215,6 +215,24 @@ def test_extreme_logits_stay_finite() -> None:
     assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-34, 1e-31, 1e31, 1e35, 3e37])
+def test_extreme_temperatures(temperature: float) -> None:
+    """Neither the scaled nor the unscaled differences may leave float32's range."""
+    for isa in ISAS[: ISAS.index(_C.best_isa()) + 1]:
+        _C.set_active_isa(isa)
+        logits, labels = make_problem(3, 5000)
+        logits = (logits.double() * min(temperature, 1e37)).float()
+        logits[1, ::2] = -torch.inf
+        labels[1] = 1
+        weights = temperature * torch.randn(3, 3, dtype=torch.float64) if temperature < 1 else torch.randn(3, 3)
+        outputs, gradient = run(ops.logprob_from_logits, logits, labels, weights, temperature=temperature)
+        truths, true_gradient = run(oracle, logits.double(), labels, weights, temperature=temperature)
+        for output, truth in zip(outputs, truths, strict=True):
+            assert_near(output, truth, absolute=1e-5, relative=1e-6)
+        size = true_gradient.abs().max().item()
+        assert_near(gradient, true_gradient, absolute=max(1e-6 * size, 1e-44), relative=2e-5)
+
+
 # -- masking and non-finite logits ------------------------------------------------------------------------------------
 
 

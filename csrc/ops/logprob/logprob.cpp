@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/fresh_memory.h"
 #include "base/threads.h"
 #include "ops/logprob/logprob_cpu.h"
 #include "ops/logprob/logprob_math.h"
@@ -229,6 +230,7 @@ void backward_blocks(const LogprobInput<Real>& input, const LogprobGradient<Real
                         ? logprob::row_gradient(up, gradient.row_max[row], gradient.log_sum[row], entropy, temperature)
                         : logprob::zero_row<Real>();
   char* const out = static_cast<char*>(gradient.grad_logits) + row * gradient.grad_row_stride * bytes;
+  if (gradient.fresh_memory) populate(out + begin * bytes, static_cast<size_t>((end - begin) * bytes));
   if (math.zero) {
     std::memset(out + begin * bytes, 0, static_cast<size_t>((end - begin) * bytes));
     return;

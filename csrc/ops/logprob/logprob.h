@@ -77,6 +77,7 @@ struct LogprobGradient {
   const Real* log_sum = nullptr;
   void* grad_logits = nullptr;  // [rows, vocab] of the logits' dtype; may be the logits themselves
   int64_t grad_row_stride = 0;  // in elements, at least vocab
+  bool fresh_memory = false;    // CPU: grad_logits is a new mapping, to be populated in bulk (base/fresh_memory.h)
 };
 
 // CPU. Bitwise the same for any number of threads. Throws areal::Error on a live row whose label lies outside

@@ -3,7 +3,7 @@
 #include <limits>
 #include <tuple>
 
-#include "base/huge_pages.h"
+#include "base/fresh_memory.h"
 #include "bind/torch_tensor.h"
 #include "ops/logprob/logprob.h"
 
@@ -59,6 +59,8 @@ LogprobGradient<Real> make_gradient(const LogprobInput<Real>& input, const Tenso
   gradient.log_sum = vector_data<const Real>(log_sum, input.rows, logits, kOp, "log_sum");
   gradient.grad_logits = grad_logits.mutable_data_ptr();
   gradient.grad_row_stride = grad_logits.stride(0);
+  gradient.fresh_memory = gradient.grad_logits != input.logits &&
+                          static_cast<size_t>(grad_logits.numel()) * dtype_size_bytes(input.dtype) > kMappedBytes;
   AREAL_CHECK(input.rows <= 1 || gradient.grad_row_stride >= input.vocab, kOp,
               ": expected logits whose rows do not overlap (stride(0) >= ", input.vocab,
               ") when inplace_backward = True, got stride(0) = ", gradient.grad_row_stride);
@@ -251,10 +253,6 @@ Tensor backward(const OptionalTensor& grad_logprobs, const OptionalTensor& grad_
                 const OptionalTensor& loss_mask, int64_t ignore_index, const Tensor& logprobs, const Tensor& entropy,
                 const Tensor& row_max, const Tensor& log_sum, int64_t vocab_start) {
   Tensor grad_logits = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
-  if (logits.is_cpu()) {
-    const auto bytes = static_cast<size_t>(grad_logits.numel()) * dtype_size_bytes(bind::stream_dtype(logits, kOp, ""));
-    prefer_huge_pages(grad_logits.mutable_data_ptr(), bytes);
-  }
   backward_into<Device>(grad_logits, grad_logprobs, grad_entropy, grad_lse, logits, labels, temperatures, temperature,
                         loss_mask, ignore_index, logprobs, entropy, row_max, log_sum, vocab_start);
   return grad_logits;
