@@ -1,4 +1,6 @@
 // The CUDA launchers and kernels of the log-softmax gather, run on the CPU.
+#include <sys/mman.h>
+
 #include "cuda_shim/orders.h"
 #include "logprob_oracle.h"
 
@@ -100,6 +102,38 @@ TEST(LogprobKernel, GradientWithAnotherAlignmentAndInPlace) {
       for (int64_t j = 0; j < 1037; ++j) ASSERT_EQ(problem.logits.get(row, j), apart.get(row, j)) << row << "," << j;
     }
   }
+}
+
+// Rows 2^31 elements apart, in a mapping whose pages between them are never touched.
+TEST(LogprobKernel, RowOffsetsBeyond32Bits) {
+  constexpr int64_t kRows = 3, kVocab = 1040, kFar = int64_t{1} << 31;
+  constexpr size_t kBytes = static_cast<size_t>((kRows - 1) * kFar + kVocab) * 2;
+  void* const mapping =
+      mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping == MAP_FAILED) GTEST_SKIP() << "no address space for " << kBytes << " bytes";
+  const Problem<float> problem(DType::kBFloat16, kRows, kVocab, 14);
+  const auto* near = static_cast<const uint16_t*>(problem.logits.data());
+  auto* far = static_cast<uint16_t*>(mapping);
+  for (int64_t row = 0; row < kRows; ++row) std::copy_n(near + row * kVocab, kVocab, far + row * kFar);
+
+  const Result<float> expected = forward(problem);
+  Matrix grad(DType::kBFloat16, kRows, kVocab);
+  backward(problem, expected, grad);
+  LogprobInput<float> input = problem.input();
+  input.logits = mapping;
+  input.row_stride = kFar;
+  Result<float> result(kRows);
+  int64_t bad_row = 0;
+  logprob_forward_cuda(input, result.output(), {nullptr, &bad_row}, nullptr);
+  EXPECT_TRUE(result == expected);
+  LogprobGradient<float> gradient = expected.gradient(problem, grad);
+  gradient.grad_logits = mapping;
+  gradient.grad_row_stride = kFar;
+  logprob_backward_cuda(input, gradient, nullptr);
+  for (int64_t row = 0; row < kRows; ++row) {
+    EXPECT_EQ(std::memcmp(far + row * kFar, static_cast<const uint16_t*>(grad.data()) + row * kVocab, kVocab * 2), 0);
+  }
+  munmap(mapping, kBytes);
 }
 
 TEST(LogprobKernel, MaskedRowsAreNotRead) {
