@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from logprob_peers import Peer, installed_peers
 from torch import Tensor
 
 from areal_core import _C, ops
 from areal_core.reference.logprob import logprob_from_logits as oracle
 
 from harness import Bench, argument_parser, assert_close
+from peers import available
 
 CHECKED_ROWS = 4
 FORWARD_FLOPS = 5  # per logit: scale, subtract, exp, two sums
@@ -67,24 +67,23 @@ def gradient(function: Function, logits: Tensor, labels: Tensor, *, entropy: boo
 class Case:
     """One size: its logits, labels and title, and who is compared."""
 
-    def __init__(self, bench: Bench, args: argparse.Namespace, peers: Mapping[str, Peer], logits: Tensor) -> None:
-        self.bench, self.logits, self.peers = bench, logits, peers
+    def __init__(self, bench: Bench, args: argparse.Namespace, logits: Tensor) -> None:
+        self.bench, self.args, self.logits = bench, args, logits
         tokens, vocab = logits.shape
         self.labels = torch.randint(0, vocab, (tokens,), device=logits.device)
         self.title = f"T = {tokens}, V = {vocab}, {str(logits.dtype).removeprefix('torch.')}"
         self.size = logits.numel() * logits.element_size()
         self.isas: list[str | None] = list(args.isas) if args.device == "cpu" else [None]
-        self.compile = args.compile
         self.cores = args.threads if args.device == "cpu" else 0
 
     def others(self, entropy: bool) -> dict[str, Function]:
         """Everyone else; torch's eager code first, as the baseline."""
         eager = eager_with_entropy if entropy else eager_logprobs
         functions: dict[str, Function] = {"torch": eager}
-        if self.compile:
+        if self.args.compile:
             functions["torch.compile"] = torch.compile(eager, dynamic=False)
-        for name, peer in self.peers.items():
-            functions[name] = peer.with_entropy if entropy else peer.logprobs
+        if not self.args.no_peers:
+            functions |= available("logprob_entropy" if entropy else "logprob", self.args.device)[0]
         return functions
 
     def forward(self, entropy: bool) -> None:
@@ -171,12 +170,11 @@ def main() -> None:
     parser.add_argument("--forward", action="store_true", help="forward only")
     args = parser.parse_args()
     bench = Bench("logprob", args)
-    peers = {} if args.no_peers else installed_peers()
     for vocab in args.vocab:
         for tokens in args.tokens:
             for dtype in args.dtypes:
                 logits = (3 * torch.randn(tokens, vocab, device=args.device)).to(getattr(torch, dtype))
-                case = Case(bench, args, peers, logits)
+                case = Case(bench, args, logits)
                 for entropy in (False, True):
                     case.forward(entropy)
                     if not args.forward:
