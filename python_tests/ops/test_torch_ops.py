@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from op_samples import SAMPLES, NativeCalls, Sample, map_tensors, native_calls, on_device, tensors_of
+from op_checks import assert_near
+from op_samples import (
+    SAMPLES,
+    NativeCalls,
+    Sample,
+    map_tensors,
+    native_calls,
+    on_device,
+    scalar,
+    tensors_of,
+    with_leaves,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,6 +82,23 @@ def test_opcheck(call: str, device: torch.device) -> None:
         return x.detach().clone().to(device).requires_grad_(x.requires_grad and differentiable)
 
     torch.library.opcheck(func, map_tensors(args, fresh))
+
+
+@pytest.mark.parametrize("size", [1, 40])
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_devices_agree(sample: Sample, size: int, device: torch.device) -> None:
+    """Results and gradients on the device are those of the CPU, but for the rounding of sums and of exp."""
+    results = []
+    for where in (torch.device("cpu"), device):
+        arguments, leaves = with_leaves(sample, on_device(sample.make(size), where))
+        result = sample.function(**arguments)
+        gradients = torch.autograd.grad(scalar(result), leaves) if leaves else ()
+        results.append([*tensors_of(result), *gradients])
+    for want, got in zip(*results, strict=True):
+        if want.is_floating_point():
+            assert_near(got.cpu(), want, absolute=1e-5, relative=1e-5)
+        else:
+            assert torch.equal(got.cpu(), want)
 
 
 # -- no synchronisation -----------------------------------------------------------------------------------------------
