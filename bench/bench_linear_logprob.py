@@ -33,6 +33,7 @@ class Problem(NamedTuple):
     proximal: Tensor
     advantages: Tensor
     mask: Tensor
+    live: int  # the number of live tokens, which the host knows
 
     def chunk_bytes(self) -> int:
         """Of the longest chunk of logits that the ops choose."""
@@ -47,7 +48,7 @@ def make_problem(tokens: int, width: int, vocab: int, live: float, dtype: torch.
     labels = torch.randint(0, vocab, (tokens,), device=device)
     mask = torch.arange(tokens, device=device) >= round(tokens * (1 - live))  # the prompt first
     proximal = torch.full((tokens,), -float(torch.tensor(float(vocab)).log()), device=device)
-    return Problem(hidden, weight, labels, proximal, torch.randn(tokens, device=device), mask)
+    return Problem(hidden, weight, labels, proximal, torch.randn(tokens, device=device), mask, int(mask.sum()))
 
 
 # -- providers: log-probabilities and entropy of all live tokens ------------------------------------------------------
@@ -64,7 +65,7 @@ def matmul_logprobs(hidden: Tensor, weight: Tensor, p: Problem, **options: Any) 
 
 
 def linear_logprobs(hidden: Tensor, weight: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
-    out = ops.linear_logprob(hidden, weight, p.labels, loss_mask=p.mask, live_tokens=int(p.mask.sum()))
+    out = ops.linear_logprob(hidden, weight, p.labels, loss_mask=p.mask, live_tokens=p.live)
     return out.logprobs, out.entropy
 
 
@@ -75,8 +76,7 @@ def in_two_steps(logprobs: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor,
 
 
 def fused_loss(hidden: Tensor, weight: Tensor, p: Problem) -> Tensor:
-    live = int(p.mask.sum())
-    return ops.linear_ppo_loss(hidden, weight, p.labels, p.proximal, p.advantages, p.mask, live_tokens=live).loss
+    return ops.linear_ppo_loss(hidden, weight, p.labels, p.proximal, p.advantages, p.mask, live_tokens=p.live).loss
 
 
 def loss_from_logits(hidden: Tensor, weight: Tensor, p: Problem) -> Tensor:
@@ -117,7 +117,7 @@ def peers(p: Problem) -> dict[str, Callable[[], Result]]:
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, p: Problem) -> Tensor:
-    return -linear_logprobs(hidden, weight, p)[0].sum() / p.mask.sum()
+    return -linear_logprobs(hidden, weight, p)[0].sum() / p.live
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def policy_loss_case(bench: Bench, p: Problem, title: str) -> None:
         "linear_logprob": partial(in_two_steps, linear_logprobs),
         "linear_ppo_loss": fused_loss,
     }
-    live, (vocab, width) = int(p.mask.sum()), p.weight.shape
+    vocab, width = p.weight.shape
     rows = bench.compare(
         f"{title}: policy loss, forward and backward",
         {name: partial(gradients, loss, p) for name, loss in losses.items()},
         check=check,
-        flops=6 * live * vocab * width,
+        flops=6 * p.live * vocab * width,
         flops_dtype=p.hidden.dtype if p.hidden.is_cuda else torch.float32,
     )
     assert_bounded_memory(rows, p)
