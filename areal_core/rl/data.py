@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +52,16 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All finished samples of one prompt, in order of sample_index."""
+    """All finished samples of one prompt, in order of sample_index.
+
+    greedy is the response of greedy decoding, where the estimator asks for one (ReMax); it is not trained on.
+    """
 
     group_id: int
     prompt: str
     problem_index: int
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -65,21 +71,53 @@ class Group:
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A group from its admission until it is consumed."""
+    """A group from its admission until it is consumed: `size` samples, and a greedy one where `wants_greedy`."""
 
     group_id: int
     problem: Problem
     problem_index: int
     prompt_ids: npt.NDArray[np.int32]
     admitted_at: int
+    size: int
+    wants_greedy: bool = False
     samples: dict[int, Trajectory] = field(default_factory=dict)  # by sample_index
+    greedy: Trajectory | None = None
 
-    def finished(self, group_size: int) -> Group | None:
-        """The group, once all samples are there."""
-        if len(self.samples) < group_size:
-            return None
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the samples still to come."""
+        return [k for k in range(self.size) if k not in self.samples]
+
+    @property
+    def lacks_greedy(self) -> bool:
+        """Whether the greedy response is still to come."""
+        return self.wants_greedy and self.greedy is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is there."""
+        return len(self.samples) == self.size and not self.lacks_greedy
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; its problem is made again from `problem_index`."""
+        return {
+            "group_id": self.group_id,
+            "problem_index": self.problem_index,
+            "admitted_at": self.admitted_at,
+            "samples": [vars(trajectory) for trajectory in self.samples.values()],
+            "greedy": None if self.greedy is None else vars(self.greedy),
+        }
+
+    def load_samples(self, state: Mapping[str, Any]) -> None:
+        """Take the samples of a `state_dict`, as far as the group wants them."""
+        self.samples = {row["sample_index"]: Trajectory(**row) for row in state["samples"]}
+        if self.wants_greedy and state.get("greedy") is not None:
+            self.greedy = Trajectory(**state["greedy"])
+
+    def finished(self) -> Group:
+        """The group, once it is complete."""
         ordered = tuple(self.samples[k] for k in sorted(self.samples))
-        return Group(self.group_id, self.problem.prompt, self.problem_index, ordered)
+        return Group(self.group_id, self.problem.prompt, self.problem_index, ordered, self.greedy)
 
 
 @dataclass

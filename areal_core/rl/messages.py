@@ -21,12 +21,13 @@ __all__ = ["GeneratorReport", "PromptRequest", "SampleBatch", "Stop"]
 
 @dataclass(frozen=True, eq=False)
 class PromptRequest:
-    """Sample `n` responses to one prompt."""
+    """Sample `n` responses to one prompt; `greedy`: take the likeliest token each time instead of drawing it."""
 
     request_id: int
     problem: Problem
     prompt_ids: npt.NDArray[np.int32]
     n: int
+    greedy: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from typing import Any
 
@@ -23,7 +22,8 @@ from areal_core.generate.engine import GeneratedSample
 from areal_core.rl.config import RolloutConfig
 from areal_core.rl.data import Group, PendingGroup, RolloutCounters, Trajectory
 from areal_core.rl.fleet import Fleet
-from areal_core.rl.messages import GeneratorReport, PromptRequest
+from areal_core.rl.messages import GeneratorReport
+from areal_core.rl.requests import RequestBook
 from areal_core.rl.staleness import StalenessGate
 from areal_core.rl.workflow import SingleTurnWorkflow
 from areal_core.tasks import Problem
@@ -34,15 +34,6 @@ _MAX_BAD_PROBLEMS_IN_A_ROW = 1000
 _MAX_DROPPED_GROUPS_IN_A_ROW = 100
 
 
-@dataclass(eq=False)
-class _Request:
-    """Sample k of the request is sample_indices[k] of the group; `left` responses are still to come."""
-
-    group_id: int
-    sample_indices: list[int]
-    left: int
-
-
 class Rollout:
     """Samples ahead of the trainer, as far as the staleness gate allows.
 
@@ -51,6 +42,7 @@ class Rollout:
         workflow: makes prompts of problems.
         problem: the problem of an index; a function of the index alone, so that a resumed run repeats it.
         fleet: the generator processes; the rollout thread is their only user from `start` on.
+        greedy: whether every group needs a greedy response too, as a baseline.
         on_report: called (in the rollout thread) with index and report of a generator, for counters and traces.
         on_event: called (in the rollout thread) with kind and text of what a person should see.
     """
@@ -64,8 +56,10 @@ class Rollout:
         *,
         on_report: Callable[[int, GeneratorReport], None],
         on_event: Callable[[str, str], None],
+        greedy: bool = False,
     ) -> None:
         self.config = config
+        self._greedy = greedy
         self.counters = RolloutCounters()
         self._workflow = workflow
         self._problem = problem
@@ -76,11 +70,10 @@ class Rollout:
         self._version = 0
         self._next_problem = 0
         self._next_group = 0
-        self._next_request = 0
         self._resample: list[int] = []  # problems to sample again before new ones
         self._in_flight: dict[int, PendingGroup] = {}
         self._ready: dict[int, PendingGroup] = {}
-        self._requests: dict[int, _Request] = {}
+        self._requests = RequestBook()
         self._condition = threading.Condition()
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
         self._verifier_error = ""
@@ -93,7 +86,7 @@ class Rollout:
     def start(self, version: int) -> None:
         """Begin to sample; `version` is the one published to the generators."""
         self._version = version
-        self._fleet.submit([self._request(group) for group in self._in_flight.values()])  # of a resumed run
+        self._fleet.submit(self._requests.for_groups(self._in_flight.values()))  # of a resumed run
         self._thread.start()
 
     def stop(self) -> None:
@@ -128,9 +121,9 @@ class Rollout:
                     raise ArealError(f"rollout failed: {self._failure}") from self._failure
                 self._condition.wait(timeout=0.2)
             taken = sorted(self._ready)[: self.config.batch_groups]
-            groups = [self._ready.pop(group_id).finished(self.config.group_size) for group_id in taken]
+            groups = [self._ready.pop(group_id).finished() for group_id in taken]
         self._wake()
-        return [group for group in groups if group is not None]
+        return groups
 
     def resample(self, group: Group) -> None:
         """Sample the prompt of a dropped group again (on_stale: resubmit); call before the next `set_version`."""
@@ -143,18 +136,10 @@ class Rollout:
             return {
                 "next_problem": self._next_problem,
                 "next_group": self._next_group,
-                "next_request": self._next_request,
+                "next_request": self._requests.next_id,
                 "resample": list(self._resample),
                 "counters": vars(self.counters).copy(),
-                "pending": [
-                    {
-                        "group_id": group.group_id,
-                        "problem_index": group.problem_index,
-                        "admitted_at": group.admitted_at,
-                        "samples": [vars(trajectory) for trajectory in group.samples.values()],
-                    }
-                    for group in (*self._ready.values(), *self._in_flight.values())
-                ],
+                "pending": [group.state_dict() for group in (*self._ready.values(), *self._in_flight.values())],
             }
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
@@ -167,17 +152,15 @@ class Rollout:
         self._gate.submitted = self.config.batch_groups * version + len(state["pending"])
         self._next_problem = state["next_problem"]
         self._next_group = state["next_group"]
-        self._next_request = state["next_request"]
+        self._requests.next_id = state["next_request"]
         self._resample = list(state["resample"])
         self.counters = RolloutCounters(**state["counters"])
         for row in state["pending"]:
             index = row["problem_index"]
             problem = self._problem(index)
-            prompt_ids = self._workflow.prompt_ids(problem)
-            group = PendingGroup(row["group_id"], problem, index, prompt_ids, row["admitted_at"])
-            group.samples = {sample["sample_index"]: Trajectory(**sample) for sample in row["samples"]}
-            done = len(group.samples) == self.config.group_size
-            (self._ready if done else self._in_flight)[group.group_id] = group
+            group = self._group(row["group_id"], index, problem, self._workflow.prompt_ids(problem), row["admitted_at"])
+            group.load_samples(row)
+            (self._ready if group.complete else self._in_flight)[group.group_id] = group
 
     def _makes_batch(self, version: int) -> bool:
         ready = [group.admitted_at for group in self._ready.values()]
@@ -202,15 +185,21 @@ class Rollout:
                 self._condition.notify_all()
 
     def _admit(self) -> None:
-        requests = []
+        admitted = []
         while self._gate.can_submit(self._version):
             index, problem, prompt_ids = self._next_usable_problem()
-            group = PendingGroup(self._next_group, problem, index, prompt_ids, self._version)
+            group = self._group(self._next_group, index, problem, prompt_ids, self._version)
             self._next_group += 1
             self._in_flight[group.group_id] = group
             self._gate.submit()
-            requests.append(self._request(group))
-        self._fleet.submit(requests)
+            admitted.append(group)
+        self._fleet.submit(self._requests.for_groups(admitted))
+
+    def _group(
+        self, group_id: int, index: int, problem: Problem, prompt_ids: npt.NDArray[np.int32], admitted_at: int
+    ) -> PendingGroup:
+        size = self.config.group_size
+        return PendingGroup(group_id, problem, index, prompt_ids, admitted_at, size, wants_greedy=self._greedy)
 
     def _next_usable_problem(self) -> tuple[int, Problem, npt.NDArray[np.int32]]:
         for _ in range(_MAX_BAD_PROBLEMS_IN_A_ROW):
@@ -229,14 +218,6 @@ class Rollout:
                     self._on_event("excluded_problem", str(error))
         raise DataError(f"task: {_MAX_BAD_PROBLEMS_IN_A_ROW} unusable problems in a row")
 
-    def _request(self, group: PendingGroup) -> PromptRequest:
-        """A request for the samples that `group` still lacks."""
-        missing = [k for k in range(self.config.group_size) if k not in group.samples]
-        request_id = self._next_request
-        self._next_request += 1
-        self._requests[request_id] = _Request(group.group_id, missing, len(missing))
-        return PromptRequest(request_id, group.problem, group.prompt_ids, len(missing))
-
     def _receive(self, index: int, report: GeneratorReport) -> None:
         if report.verifier_error and not self._verifier_error:
             self._on_event("verifier_failed", f"{report.verifier_error} (later failures are counted, not shown)")
@@ -249,13 +230,10 @@ class Rollout:
         self._on_report(index, report)
 
     def _accept(self, sample: GeneratedSample, reward: float) -> None:
-        request = self._requests[sample.request_id]
-        request.left -= 1
-        if request.left == 0:
-            del self._requests[sample.request_id]
+        request = self._requests.received(sample.request_id)
         group = self._in_flight[request.group_id]
         index = request.sample_indices[sample.sample_index]
-        group.samples[index] = Trajectory(
+        trajectory = Trajectory(
             prompt_ids=group.prompt_ids,
             response_ids=sample.token_ids,
             logprobs=sample.logprobs,
@@ -265,33 +243,36 @@ class Rollout:
             group_id=request.group_id,
             sample_index=index,
         )
+        if request.greedy:
+            group.greedy = trajectory
+        else:
+            group.samples[index] = trajectory
         self._finish(group)
 
     def _finish(self, group: PendingGroup) -> None:
-        if len(group.samples) < self.config.group_size:
+        if not group.complete:
             return
         del self._in_flight[group.group_id]
         failed = sum(t.failed for t in group.samples.values())
         self.counters.failed_samples += failed
-        if failed == self.config.group_size:  # nothing to learn from: another prompt takes its place
+        no_baseline = group.greedy is not None and group.greedy.failed
+        if failed == group.size or no_baseline:  # nothing to learn from: another prompt takes its place
             self.counters.dropped_groups += 1
             self._dropped_in_a_row += 1
             self._gate.withdraw()
-            self._on_event("dropped_group", f"problem {group.problem.problem_id}: every sample failed its verifier")
+            what = "the greedy response" if no_baseline else "every sample"
+            self._on_event("dropped_group", f"problem {group.problem.problem_id}: {what} failed its verifier")
             if self._dropped_in_a_row >= _MAX_DROPPED_GROUPS_IN_A_ROW:
-                raise ArealError(
-                    f"every sample of {self._dropped_in_a_row} groups in a row failed: {self._verifier_error}"
-                )
+                raise ArealError(f"{what} of {self._dropped_in_a_row} groups in a row failed: {self._verifier_error}")
         else:
             self._dropped_in_a_row = 0
             self._ready[group.group_id] = group
 
     def _requeue(self, index: int, how: str, lost: list[int]) -> None:
         with self._condition:
-            groups = {self._requests.pop(request_id).group_id for request_id in lost}
-            pending = [self._in_flight[group_id] for group_id in sorted(groups)]
-            missing = sum(self.config.group_size - len(group.samples) for group in pending)
+            requests = self._requests.again(lost, self._in_flight)
+            missing = sum(request.n for request in requests)
             self.counters.requeued_samples += missing
             self.counters.generator_restarts += 1
-            self._fleet.submit([self._request(group) for group in pending])
+            self._fleet.submit(requests)
         self._on_event("generator_restart", f"generator {index} {how}; {missing} responses sampled again")

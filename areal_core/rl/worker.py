@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -88,6 +88,7 @@ class Generator:
             stop_token_ids=spec.model_config.eos_token_ids,
             seed=spec.seed,
         )
+        self.greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         self.problems: dict[int, tuple[Problem, int]] = {}  # request -> its problem, samples still to come
         self.activity = _Activity()
         self.counters = dict.fromkeys(("interrupted", "recomputed_tokens", "weight_updates", "verify_s"), 0.0)
@@ -128,7 +129,8 @@ class Generator:
                 return False
             for request in message:
                 self.problems[request.request_id] = (request.problem, request.n)
-                self.engine.submit(GenerateRequest(request.request_id, request.prompt_ids, request.n, self.sampling))
+                sampling = self.greedy if request.greedy else self.sampling
+                self.engine.submit(GenerateRequest(request.request_id, request.prompt_ids, request.n, sampling))
         return True
 
     @property

@@ -86,7 +86,7 @@ def problem_of(index: int) -> Problem:
     return Problem(prompt=f"p{index}", answer=str(index), problem_id=str(index))
 
 
-def make_rollout(fleet, *, batch=2, group=2, eta=0.0, depth=1.0, bad=(), events=None) -> Rollout:
+def make_rollout(fleet, *, batch=2, group=2, eta=0.0, depth=1.0, bad=(), events=None, greedy=False) -> Rollout:
     config = RolloutConfig(batch_groups=batch, group_size=group, eta=eta, pipeline_depth=depth)
     events = [] if events is None else events
     return Rollout(
@@ -96,4 +96,5 @@ def make_rollout(fleet, *, batch=2, group=2, eta=0.0, depth=1.0, bad=(), events=
         fleet,
         on_report=lambda index, report: None,
         on_event=lambda kind, text: events.append((kind, text)),
+        greedy=greedy,
     )

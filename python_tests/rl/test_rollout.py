@@ -227,3 +227,54 @@ def test_resume_with_another_batch_size_neither_stalls_nor_overfills(batch):
         assert len(resumed.next_batch(version)) == batch
         resumed.set_version(version + 1)
     resumed.stop()
+
+
+def test_a_greedy_response_belongs_to_its_group_and_outlives_the_death_of_a_generator(fleet):
+    rollout = make_rollout(fleet, batch=1, greedy=True)
+    rollout.start(0)
+    sampled, greedy = fleet.next_request(), fleet.next_request()
+    assert (sampled.n, sampled.greedy, greedy.n, greedy.greedy) == (2, False, 1, True)
+    fleet.finish(sampled, [1], rewards=[1.0])
+    fleet.die([greedy.request_id])  # the other request goes on elsewhere and must not be asked for twice
+    again = fleet.next_request()
+    assert again.greedy
+    assert again.n == 1
+    assert again.request_id not in (sampled.request_id, greedy.request_id)
+    fleet.finish(again, rewards=[0.25])
+    fleet.finish(sampled, [0], rewards=[0.0])
+    (group,) = rollout.next_batch(0)
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0]
+    assert group.greedy.reward == 0.25
+    assert fleet.requests.empty()
+    assert rollout.counters.requeued_samples == 1
+    rollout.stop()
+
+
+def test_a_group_whose_greedy_response_failed_is_replaced(fleet):
+    rollout = make_rollout(fleet, batch=1, greedy=True)
+    rollout.start(0)
+    for rewards in ([math.nan], [0.5]):
+        sampled, greedy = fleet.next_request(), fleet.next_request()
+        fleet.finish(sampled)
+        fleet.finish(greedy, rewards=rewards)
+    assert rollout.next_batch(0)[0].group_id == 1
+    rollout.stop()
+
+
+def test_resume_keeps_a_greedy_response(fleet):
+    rollout = make_rollout(fleet, batch=1, greedy=True)
+    rollout.start(0)
+    _, greedy = fleet.next_request(), fleet.next_request()
+    fleet.finish(greedy, rewards=[0.75])
+    while rollout.state_dict()["pending"][0]["greedy"] is None:
+        pass
+    rollout.stop()
+    resumed = make_rollout(other := FakeFleet(), batch=1, greedy=True)
+    resumed.load_state_dict(rollout.state_dict(), 0)
+    resumed.start(0)
+    request = other.next_request()
+    assert not request.greedy
+    assert request.n == 2
+    other.finish(request)
+    assert resumed.next_batch(0)[0].greedy.reward == 0.75
+    resumed.stop()
