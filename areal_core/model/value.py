@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from areal_core.model.decoder import PackedDecoder
@@ -38,9 +37,3 @@ class ValueModel(nn.Module):
     def from_policy(cls, policy: PackedDecoder) -> ValueModel:
         """A critic on a copy of a policy's weights."""
         return cls(PackedDecoder(policy.config, policy.weights.detach().clone()))
-
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """Norm of all gradients; those of an untied vocabulary head count as 0."""
-        parts = [p.grad for p in self.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts])))

@@ -149,6 +149,17 @@ def estimators() -> list[str]:
     return sorted(_ESTIMATORS)
 
 
+def get_estimator(name: str) -> Estimator:
+    """The declaration of a name.
+
+    Raises:
+        ValueError: an unknown name; the text lists the known ones.
+    """
+    if name not in _ESTIMATORS:
+        raise ValueError(f"get_estimator: expected name in {estimators()}, got {name!r}")
+    return _ESTIMATORS[name]
+
+
 def register_estimator(name: str, estimator: Estimator) -> None:
     """Give an estimator a name for compute_advantages, in this process.
 

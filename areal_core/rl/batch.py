@@ -7,6 +7,7 @@ but the last, whose logits nobody asks for. `rows` then says after which packed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,10 @@ class Batch:
         response_ids, response_bounds: the same for responses, [N] and [S+1].
         group_of: int64 [S], the group (0 .. G-1) of each sample.
         rewards: float64 [S].
+        greedy_rewards, greedy_lengths: float64 and int64 [S], of the greedy response to the sample's prompt; NaN and 0
+            where there is none.
         truncated: bool [S], whether the response was cut by the token limit.
+        version: of the weights that this batch trains.
         logprobs: float32 [N], of the behaviour policy.
         ages: int64 [N], versions since each token was produced.
         live: bool [N], whether the loss falls on the token.
@@ -52,7 +56,10 @@ class Batch:
     response_bounds: Ints
     group_of: Ints
     rewards: npt.NDArray[np.float64]
+    greedy_rewards: npt.NDArray[np.float64]
+    greedy_lengths: Ints
     truncated: Bools
+    version: int
     logprobs: Floats
     ages: Ints
     live: Bools
@@ -97,6 +104,7 @@ class Microbatch:
     Attributes:
         input_ids, cu_seqlens, cu_groups, rows: arguments of `PackedDecoder.forward`.
         tokens: int64 [R], the live response tokens predicted, as indices into the arrays of the batch.
+        cu_tokens: int64 [samples + 1], boundaries of the samples in `tokens`.
     """
 
     input_ids: Tensor
@@ -104,6 +112,12 @@ class Microbatch:
     cu_groups: Tensor
     rows: Tensor
     tokens: Tensor
+    cu_tokens: Tensor
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.cu_tokens) - 1
 
 
 def build_batch(groups: Sequence[Group], version: int, config: RolloutConfig) -> Batch:
@@ -122,6 +136,7 @@ def build_batch(groups: Sequence[Group], version: int, config: RolloutConfig) ->
         if not len(prompt) or any(not _same(t.prompt_ids, prompt) for t in trajectories):
             raise ValueError(f"build_batch: expected one non-empty prompt in group {group.group_id}")
     samples = [t for _, trajectories in kept for t in trajectories]
+    greedy = [group.greedy for group, trajectories in kept for _ in trajectories]
     lengths = np.array([len(t.response_ids) for t in samples], dtype=np.int64)
     truncated = np.array([t.finish_reason == "length" for t in samples], dtype=np.bool_)
     versions = _concatenate([t.versions for t in samples], np.int64)
@@ -135,7 +150,10 @@ def build_batch(groups: Sequence[Group], version: int, config: RolloutConfig) ->
         response_bounds=_bounds(lengths),
         group_of=np.repeat(np.arange(len(kept)), [len(trajectories) for _, trajectories in kept]),
         rewards=np.array([t.reward for t in samples], dtype=np.float64),
+        greedy_rewards=np.array([math.nan if g is None else g.reward for g in greedy], dtype=np.float64),
+        greedy_lengths=np.array([0 if g is None else len(g.response_ids) for g in greedy], dtype=np.int64),
         truncated=truncated,
+        version=version,
         logprobs=_concatenate([t.logprobs for t in samples], np.float32),
         ages=version - versions,
         live=live,
@@ -211,7 +229,8 @@ def _pack(batch: Batch, samples: Ints, device: torch.device) -> Microbatch:
     everything = np.concatenate((batch.prompt_ids, batch.response_ids))
     tokens = _ranges(batch.response_bounds, samples)
     live = batch.live[tokens]
-    arrays = (everything[source], bounds, np.append(prompt_slot, len(starts)), rows[live], tokens[live])
+    cu_tokens = _bounds(np.add.reduceat(live, begin[:-1], dtype=np.int64))
+    arrays = (everything[source], bounds, np.append(prompt_slot, len(starts)), rows[live], tokens[live], cu_tokens)
     return Microbatch(*(torch.from_numpy(array).to(device) for array in arrays))
 
 

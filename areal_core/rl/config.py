@@ -8,33 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_core.errors import ConfigError
+from areal_core.ops import get_estimator
+from areal_core.rl.config_algorithm import (
+    AdvantageConfig,
+    CriticConfig,
+    LossConfig,
+    ReferenceConfig,
+    RewardConfig,
+    TeacherConfig,
+)
+from areal_core.rl.config_checks import require as _require
+from areal_core.rl.config_sampling import GenerateConfig, RolloutConfig
 
 __all__ = [
     "AdvantageConfig",
     "CheckpointConfig",
     "Config",
+    "CriticConfig",
     "EvaluateConfig",
     "GenerateConfig",
     "LossConfig",
     "ModelConfig",
+    "ReferenceConfig",
+    "RewardConfig",
     "RolloutConfig",
     "TaskConfig",
+    "TeacherConfig",
     "TelemetryConfig",
     "TrainConfig",
 ]
-
-Objective = Literal["decoupled", "naive", "uncorrected"]
-
-
-def _require(condition: bool, key: str, expected: str, value: object) -> None:
-    if not condition:
-        raise ConfigError(f"{key}: expected {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -49,132 +56,6 @@ class TaskConfig:
     """The task by name, and its own options (`areal_core.tasks.get_task`)."""
 
     name: str = "chain_arithmetic"
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Sampling of groups and the staleness rules.
-
-    Attributes:
-        group_size: responses sampled for one prompt (G).
-        batch_groups: prompts in one training batch (B).
-        eta: bound on the version age of a token when it is trained on; 0 is synchronous, inf unbounded.
-        pipeline_depth: batches sampled ahead of the one in training; sampling runs min(eta, pipeline_depth) ahead.
-        on_stale: what happens to a group with tokens older than eta (possible only after a resume): withhold those
-            tokens from the loss, drop the group, or drop it and sample its prompt again.
-        truncated: what a response cut by max_new_tokens is worth: its reward as verified (keep), none, its tokens
-            masked from the loss (mask), or a reward of 0 (penalise).
-        reward_timeout_s: seconds a verifier may take before its sample is excluded.
-    """
-
-    group_size: int = 8
-    batch_groups: int = 32
-    eta: float = 4.0
-    pipeline_depth: float = 1.0
-    on_stale: Literal["withhold", "drop", "resubmit"] = "withhold"
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    reward_timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        _require(self.group_size >= 1, "rollout.group_size", ">= 1", self.group_size)
-        _require(self.batch_groups >= 1, "rollout.batch_groups", ">= 1", self.batch_groups)
-        for key in ("eta", "pipeline_depth"):
-            value = getattr(self, key)
-            whole = value == math.inf or (value >= 0 and value == int(value))
-            _require(whole, f"rollout.{key}", "a whole number >= 0, or inf", value)
-        _require(
-            self.batches_ahead < math.inf,
-            "rollout.pipeline_depth",
-            "a whole number when rollout.eta is inf (what else would pace sampling?)",
-            self.pipeline_depth,
-        )
-        timeout = self.reward_timeout_s
-        _require(0 < timeout < math.inf, "rollout.reward_timeout_s", "a finite number > 0", timeout)
-
-    @property
-    def batches_ahead(self) -> float:
-        """Batches that may be sampled ahead of the one in training; at most eta, so ages stay within the bound."""
-        return min(self.eta, self.pipeline_depth)
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Generator processes and how they sample.
-
-    Attributes:
-        generators: number of generator processes.
-        threads: compute threads of each.
-        max_slots: sequences decoded at once by one generator; 0 picks group_size * batch_groups / generators.
-        on_update: what a new version does to sequences in flight: recompute their KV cache under the new weights, keep
-            it, or finish them on the old weights.
-        max_context: tokens of prompt and response together, which sizes the KV cache; 0: what the model allows. Longer
-            prompts are excluded and counted.
-        steps_per_poll: decode steps between looks at the version counter and the request pipe.
-        max_restarts: generator deaths tolerated before the run fails.
-        stall_timeout_s: seconds without a sign of life after which a generator counts as dead.
-    """
-
-    engine: Literal["embedded"] = "embedded"
-    generators: int = 1
-    threads: int = 1
-    max_slots: int = 0
-    max_context: int = 0
-    max_new_tokens: int = 24
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    on_update: Literal["recompute", "keep", "finish"] = "recompute"
-    steps_per_poll: int = 1
-    max_restarts: int = 8
-    stall_timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for key in ("generators", "threads", "max_new_tokens", "steps_per_poll"):
-            _require(getattr(self, key) >= 1, f"generate.{key}", ">= 1", getattr(self, key))
-        for key in ("max_slots", "max_context", "top_k", "max_restarts"):
-            _require(getattr(self, key) >= 0, f"generate.{key}", ">= 0", getattr(self, key))
-        _require(
-            0 < self.temperature < math.inf,
-            "generate.temperature",
-            "finite and > 0 (the policy gradient needs sampling)",
-            self.temperature,
-        )
-        _require(0 < self.top_p <= 1, "generate.top_p", "in (0, 1]", self.top_p)
-        _require(self.stall_timeout_s > 0, "generate.stall_timeout_s", "> 0", self.stall_timeout_s)
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Parameters of the policy loss; names and meaning as in `areal_core.ops.PPOLossConfig`.
-
-    `objective` chooses the three policies: decoupled recomputes the proximal logprobs and weighs by
-    proximal/behavior; naive clips against the behaviour policy; uncorrected is the plain policy gradient.
-    """
-
-    objective: Objective = "decoupled"
-    clip_low: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    behavior_cap: float | None = 5.0
-    behavior_mode: Literal["truncate", "mask"] = "truncate"
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(0 < self.clip_low < 1, "loss.clip_low", "in (0, 1)", self.clip_low)
-        _require(self.clip_high is None or self.clip_high > 0, "loss.clip_high", "> 0 or null", self.clip_high)
-        _require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", "> 1 or null", self.dual_clip)
-        _require(
-            self.behavior_cap is None or self.behavior_cap >= 1, "loss.behavior_cap", ">= 1 or null", self.behavior_cap
-        )
-
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-    """Advantage estimator by name (`areal_core.ops.compute_advantages`) and its options."""
-
-    name: str = "grpo_r1"
-    drop_zero_variance: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -262,8 +143,12 @@ class Config:
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -278,11 +163,52 @@ class Config:
             self.train.minibatches,
         )
 
+        if (self.loss.distill_coef != 0) != (self.teacher.path is not None):
+            expected = "a policy with loss.distill_coef" if self.loss.distill_coef else "null without loss.distill_coef"
+            raise ConfigError(f"teacher.path: expected {expected}, got {self.teacher.path!r}")
+        if self.reference.path is not None and not self.needs_reference:
+            raise ConfigError(
+                "reference.path: expected null without advantage.beta, reward.kl_coef or loss.kl_coef, "
+                f"got {self.reference.path!r}"
+            )
+        if self.loss.m2po_threshold is not None and self.loss.proximal != "recompute":
+            raise ConfigError(f"loss.proximal: expected recompute with loss.m2po_threshold, got {self.loss.proximal!r}")
+
     def check_resumes(self, identity: Mapping[str, Any]) -> None:
         """Raise ConfigError naming a setting that differs from the `identity` of the run being resumed."""
         for key, now in self.identity.items():
             if key in identity and identity[key] != now:
                 raise ConfigError(f"{key}: a resumed run must keep its value {identity[key]!r}, got {now!r}")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage estimator has a critic."""
+        return get_estimator(self.advantage.name).critic
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether every group needs a greedy response too."""
+        return get_estimator(self.advantage.name).greedy_baseline
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL penalty to the reference policy is set."""
+        return self.needs_policy_logprobs or self.loss.kl_coef != 0
+
+    @property
+    def needs_policy_logprobs(self) -> bool:
+        """Whether advantages depend on the KL of the policy before the step, so that its logprobs are needed."""
+        return self.advantage.beta != 0 or self.reward.kl_coef != 0
+
+    @property
+    def needs_all_proximal(self) -> bool:
+        """Whether proximal logprobs are needed of every token before the first mini-batch."""
+        return self.needs_policy_logprobs or self.loss.m2po_threshold is not None
+
+    @property
+    def policy_starts_at(self) -> int:
+        """First batch that trains the policy; those before it train the critic alone."""
+        return self.critic.warmup_steps if self.needs_critic else 0
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -96,7 +96,12 @@ def _build(cls: type[_T], values: Any, prefix: str) -> _T:
         hint = hints[name]
         section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         fields[name] = _build(hint, value, f"{prefix}{name}.") if section else _coerce(hint, value, f"{prefix}{name}")
-    return cls(**fields)
+    try:
+        return cls(**fields)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of an option that an op checks: "<Class>: expected <option> ..."
+        raise ConfigError(f"{prefix.rstrip('.')}: {str(error).partition(': ')[2] or error}") from None
 
 
 def _coerce(hint: Any, value: Any, key: str) -> Any:

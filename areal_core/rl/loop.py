@@ -31,6 +31,7 @@ from areal_core.rl.config_file import save_config
 from areal_core.rl.data import Group
 from areal_core.rl.evaluator import Evaluator
 from areal_core.rl.fleet import Fleet
+from areal_core.rl.frozen import load_frozen
 from areal_core.rl.interrupts import interrupts
 from areal_core.rl.publish import Publisher
 from areal_core.rl.recorder import Recorder
@@ -124,7 +125,12 @@ class Run:
             )
         )
         save_config(config, self.run_dir / "config.yaml")
-        self.trainer = Trainer(self.model, config, tracer=self.recorder)
+        self.trainer = Trainer(
+            self.model,
+            config,
+            tracer=self.recorder,
+            **load_frozen(config, self.model),
+        )
         # A generator that hangs with a pin is killed before the publication that waits for it gives up.
         self.publisher = Publisher(self.model.named_weights(), timeout_s=60.0 + 4 * config.generate.stall_timeout_s)
         stack.callback(self.publisher.close)
@@ -281,6 +287,7 @@ class Run:
             fleet,
             on_report=self.recorder.on_report,
             on_event=self.recorder.on_event,
+            greedy=config.needs_greedy,
         )
 
     def _training_problem(self, index: int) -> Problem:

@@ -208,4 +208,4 @@ def _nothing() -> Iterator[None]:
 def _title(config: Config) -> str:
     eta = config.rollout.eta
     mode = "synchronous" if eta == 0 else f"asynchronous, eta {eta:g}"
-    return f"{config.task.name}: {mode}, {config.loss.objective} PPO, {config.generate.generators} generator(s)"
+    return f"{config.task.name}: {mode}, {config.loss.title}, {config.generate.generators} generator(s)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from areal_core import ops
 from areal_core.rl.batch import Batch
 from areal_core.rl.data import Group
 
-__all__ = ["data_metrics", "loss_metrics", "update_metrics"]
+__all__ = ["data_metrics", "loss_metrics", "mean_metrics", "update_metrics"]
 
 _LOSS_NAMES = {
     "loss": "loss",
@@ -24,6 +24,7 @@ _LOSS_NAMES = {
     "behavior_weight_mean": "behavior_weight_mean",
     "behavior_weight_max": "behavior_weight_max",
     "behavior_capped_fraction": "behavior_capped_fraction",
+    "kl_current_reference": "kl_current_reference_k3",
 }
 
 
@@ -70,6 +71,11 @@ def update_metrics(norms: Sequence[float], rate: float) -> dict[str, float]:
         "optim/updates": float(len(finite)),
         "count/nonfinite_updates": float(len(norms) - len(finite)),
     }
+
+
+def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each entry over the mini-batches of a step."""
+    return {name: _mean([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 def _mean(values: Any) -> float:

@@ -2,38 +2,42 @@
 
 One step, in order:
 
-1. pack      usable samples as flat arrays; advantages; which samples train (groups with equal rewards do not);
+1. pack      usable samples as flat arrays; which samples train (groups that would get no advantage do not);
 2. split     k mini-batches of whole groups, each cut into packed micro-batches under a token cap;
-3. proximal  logprobs of mini-batches 2..k under the weights before the step, without gradient;
-4. update    per mini-batch: forward and backward of every micro-batch, clip, AdamW.
+3. proximal  logprobs under the weights before the step, without gradient; likewise reference, teacher and critic;
+4. credit    an advantage for every token;
+5. update    per mini-batch: forward and backward of every micro-batch, clip, AdamW; the same for a critic.
 
-The loss of a mini-batch is a mean over its live tokens, whatever micro-batches it was cut into. Three kinds of
+The loss of a mini-batch is normalised over the mini-batch, whatever micro-batches it was cut into. Three kinds of
 proximal logprobs are not computed because they are known already: mini-batch 1 still runs under the weights before the
-step, so its own logprobs serve, detached; naive and uncorrected objectives need none; and a response all of whose
-tokens come from the current version was sampled by this very policy, so its behaviour logprobs serve as long as they
-are those of the full distribution (top_p = 1, top_k = 0). Generator and trainer compute these with different kernels
-and agree to about 1e-5, which makes such a ratio 1 within 1e-5.
+step, so its own logprobs serve, detached; loglinear and behavior proximal logprobs need none; and a response all of
+whose tokens come from the current version was sampled by this very policy, so its behaviour logprobs serve as long as
+they are those of the full distribution (top_p = 1, top_k = 0). Generator and trainer compute these with different
+kernels and agree to about 1e-5, which makes such a ratio 1 within 1e-5.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from areal_core import ops
 from areal_core.model import PackedDecoder
 from areal_core.rl.batch import Batch, Ints, Microbatch, build_batch, cut_microbatches, split_minibatches
-from areal_core.rl.config import Config, LossConfig
+from areal_core.rl.config import Config
+from areal_core.rl.credit import CreditAssigner, mean_advantages
+from areal_core.rl.critic import Critic
 from areal_core.rl.data import Group
-from areal_core.rl.train_metrics import data_metrics, loss_metrics, update_metrics
+from areal_core.rl.policy_loss import BatchTensors, PolicyLoss
+from areal_core.rl.train_metrics import data_metrics, loss_metrics, mean_metrics, update_metrics
 
 __all__ = ["Trainer"]
 
@@ -51,17 +55,31 @@ class Trainer:
 
     Args:
         model: the policy, changed in place.
-        config: the run; reads seed, rollout, generate (how samples were drawn), advantage, loss and train.
+        config: the run; reads seed, rollout, generate (how samples were drawn), advantage, loss, critic and train.
         tracer: receives the spans of each step on the track "trainer"; None: nobody does.
+        reference: the policy of KL penalties; needed when one is set (`Config.needs_reference`).
+        teacher: the policy to distill from; needed with loss.distill_coef.
     """
 
-    def __init__(self, model: PackedDecoder, config: Config, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        model: PackedDecoder,
+        config: Config,
+        tracer: Tracer | None = None,
+        *,
+        reference: PackedDecoder | None = None,
+        teacher: PackedDecoder | None = None,
+    ) -> None:
         train, generate = config.train, config.generate
         self.model = model
         self.config = config
         self.steps_done = 0
         self._tracer = tracer
-        self._loss_config = _loss_config(config.loss)
+        self._reference = reference
+        self._teacher = teacher
+        self._critic = Critic(model, config.critic, train) if config.needs_critic else None
+        self._credit = CreditAssigner(config)
+        self._policy_loss = PolicyLoss(config)
         self._behavior_is_exact = generate.top_p == 1 and generate.top_k == 0
         self._optimizer = torch.optim.AdamW(
             model.parameters(), train.learning_rate, betas=train.betas, weight_decay=train.weight_decay, fused=True
@@ -75,7 +93,7 @@ class Trainer:
             version: the version of the weights before the step; ages are counted from it.
 
         Returns:
-            metrics by name, and the advantage of each usable sample by (group_id, sample_index).
+            metrics by name, and the mean advantage of each usable sample by (group_id, sample_index).
 
         Deterministic: equal weights, state and batch give equal bits for a fixed number of threads. A mini-batch whose
         gradient is not finite leaves the weights alone and is counted.
@@ -87,102 +105,116 @@ class Trainer:
         clock = _Clock(self._tracer)
         with clock.time("pack"):
             batch = build_batch(groups, version, self.config.rollout)
-            advantages = self._advantages(batch)
-            parts = self._split(batch)
-            tensors = _BatchTensors(batch, advantages, self.model.weights.device)
-        if self.config.loss.objective == "decoupled":
-            with clock.time("proximal"):
-                self._recompute_proximal(batch, parts[1:], tensors)
+            samples = _with_live_tokens(batch)
+            parts = self._split(batch, samples)
+            tensors = BatchTensors(batch, self.model.weights.device)
+        with clock.time("proximal"):
+            self._score(batch, samples, parts, tensors)
+        with clock.time("pack"):
+            self._assign(batch, tensors)
         rate = self._learning_rate()
         stats: list[ops.PPOLossStats] = []
         norms: list[float] = []
+        critic: list[dict[str, float]] = []
         for index, part in enumerate(parts):
             with clock.time("pack"):
                 microbatches = self._cut(batch, part)
+            if self._critic is not None:
+                with clock.time("critic"):
+                    critic.append(self._critic.update(microbatches, tensors.values, tensors.returns))
+            if self.steps_done < self.config.policy_starts_at:
+                continue
             with clock.time("forward_backward"):
                 stats += self._backward(microbatches, tensors, at_proximal=index == 0)
             with clock.time("optimizer"):
                 norms.append(self._update(rate))
         self.steps_done += 1
         metrics = data_metrics(groups, batch) | loss_metrics(stats) | update_metrics(norms, rate) | clock.metrics()
-        return metrics, dict(zip(batch.keys, advantages[batch.response_bounds[:-1]].tolist(), strict=True))
+        metrics |= mean_metrics(critic) | self._credit.metrics
+        return metrics, dict(zip(batch.keys, mean_advantages(batch, tensors.advantages.cpu()), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the weights. (Mini-batches are drawn from seed and step alone.)"""
-        return {"optimizer": self._optimizer.state_dict(), "steps_done": self.steps_done}
+        state: dict[str, Any] = {
+            "optimizer": self._optimizer.state_dict(),
+            "steps_done": self.steps_done,
+            "credit": self._credit.state_dict(),
+        }
+        return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave; betas and weight decay stay those of the configuration."""
+        """Restore what `state_dict` gave; betas and weight decay stay those of the configuration.
+
+        A run resumed with an estimator that needs a critic, from a checkpoint without one, starts a new critic.
+        """
         self._optimizer.load_state_dict(state["optimizer"])
         train = self.config.train
         self._optimizer.param_groups[0].update(betas=train.betas, weight_decay=train.weight_decay)
         self.steps_done = int(state["steps_done"])
+        self._credit.load_state_dict(state.get("credit", {}))
+        if self._critic is not None and "critic" in state:
+            self._critic.load_state_dict(state["critic"])
 
-    def _advantages(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """float32 [N]; of withheld tokens too, which are kept out of the loss later."""
-        if not batch.samples:
-            return np.zeros(0, dtype=np.float32)
-        config = self.config.advantage
-        advantages = ops.compute_advantages(
-            config.name,
-            rewards=torch.from_numpy(batch.rewards),
-            cu_seqlens=torch.from_numpy(batch.response_bounds),
-            group_ids=torch.from_numpy(batch.group_of),
-            **config.options,
-        )
-        return np.asarray(advantages.float().numpy())
-
-    def _split(self, batch: Batch) -> list[Ints]:
-        """Mini-batches of the samples that train: those with a live token, in a group that teaches something."""
-        if not batch.samples:
-            return []
-        trains = np.logical_or.reduceat(batch.live, batch.response_bounds[:-1])
-        if self.config.advantage.drop_zero_variance:
-            trains &= ~batch.zero_variance[batch.group_of]
+    def _split(self, batch: Batch, samples: Ints) -> list[Ints]:
+        """Mini-batches of the samples that train: those in a group that teaches something."""
+        if self._credit.drops_zero_variance:
+            samples = samples[~batch.zero_variance[batch.group_of[samples]]]
         rng = np.random.default_rng((self.config.seed, self.steps_done))
-        return split_minibatches(batch, np.flatnonzero(trains), self.config.train.minibatches, rng)
+        return split_minibatches(batch, samples, self.config.train.minibatches, rng)
 
     def _cut(self, batch: Batch, samples: Ints) -> list[Microbatch]:
         return cut_microbatches(batch, samples, self.config.train.max_tokens_per_microbatch, self.model.weights.device)
 
-    @torch.no_grad()
-    def _recompute_proximal(self, batch: Batch, parts: Sequence[Ints], tensors: _BatchTensors) -> None:
-        """Replace behaviour logprobs in `tensors.proximal` by the policy's, wherever these differ."""
-        samples = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
-        if self._behavior_is_exact:
-            samples = samples[~batch.current[samples]]
-        for micro in self._cut(batch, samples):
-            tensors.proximal[micro.tokens] = self._logprobs(micro, tensors).logprobs
+    def _score(self, batch: Batch, samples: Ints, parts: Sequence[Ints], tensors: BatchTensors) -> None:
+        """What other models, and this one before the step, say of every token that needs it."""
+        config = self.config
+        if config.loss.proximal == "recompute":
+            stale = samples if config.needs_all_proximal else _union(parts[1:])
+            if self._behavior_is_exact:
+                stale = stale[~batch.current[stale]]
+            self._fill(tensors.proximal, batch, stale, partial(self._logprobs, self.model, tensors))
+        for model, target in ((self._reference, tensors.reference), (self._teacher, tensors.teacher)):
+            if model is not None:
+                self._fill(target, batch, samples, partial(self._logprobs, model, tensors))
+        if self._critic is not None:
+            self._fill(tensors.values, batch, samples, self._critic.values)
+        if config.loss.m2po_threshold is not None:
+            live = torch.from_numpy(batch.live).to(tensors.device)
+            tensors.keep = ops.m2po_mask(tensors.proximal, tensors.behavior, live, threshold=config.loss.m2po_threshold)
 
-    def _logprobs(self, micro: Microbatch, tensors: _BatchTensors) -> ops.LogprobOutput:
-        logits = self.model(micro.input_ids, micro.cu_seqlens, cu_groups=micro.cu_groups, rows=micro.rows)
+    @torch.no_grad()
+    def _fill(self, target: Tensor, batch: Batch, samples: Ints, function: Callable[[Microbatch], Tensor]) -> None:
+        for micro in self._cut(batch, samples):
+            target[micro.tokens] = function(micro)
+
+    def _assign(self, batch: Batch, tensors: BatchTensors) -> None:
+        tensors.advantages = self._credit.assign(
+            batch,
+            logprobs=tensors.proximal if self.config.needs_policy_logprobs else None,
+            ref_logprobs=tensors.reference if self.config.needs_policy_logprobs else None,
+            values=tensors.values if self._critic is not None else None,
+        ).to(tensors.device)
+        tensors.returns = tensors.advantages + tensors.values
+
+    def _logprobs(self, model: PackedDecoder, tensors: BatchTensors, micro: Microbatch) -> Tensor:
+        return self._outputs(model, tensors, micro).logprobs
+
+    def _outputs(self, model: PackedDecoder, tensors: BatchTensors, micro: Microbatch) -> ops.LogprobOutput:
+        logits = model(micro.input_ids, micro.cu_seqlens, cu_groups=micro.cu_groups, rows=micro.rows)
         labels = tensors.labels[micro.tokens]
         return ops.logprob_from_logits(
             logits, labels, temperature=self.config.generate.temperature, inplace_backward=True
         )
 
     def _backward(
-        self, microbatches: Sequence[Microbatch], tensors: _BatchTensors, *, at_proximal: bool
+        self, microbatches: Sequence[Microbatch], tensors: BatchTensors, *, at_proximal: bool
     ) -> list[ops.PPOLossStats]:
         """Accumulate the gradient of one mini-batch; `at_proximal`: the weights are still those before the step."""
-        objective = self.config.loss.objective
-        normalizer = float(sum(len(micro.tokens) for micro in microbatches))
+        normalizer = self._policy_loss.normalizer(microbatches)
         stats = []
         for micro in microbatches:
-            logprobs, entropy, _ = self._logprobs(micro, tensors)
-            behavior, proximal = tensors.behavior[micro.tokens], tensors.proximal[micro.tokens]
-            if objective == "uncorrected" or (objective == "decoupled" and at_proximal):
-                proximal = logprobs.detach()
-            output = ops.ppo_loss(
-                logprobs,
-                proximal,
-                tensors.advantages[micro.tokens],
-                torch.ones_like(micro.tokens, dtype=torch.bool),
-                behavior_logprobs=behavior if objective == "decoupled" else None,
-                entropy=entropy if self._loss_config.entropy_coef else entropy.detach(),
-                normalizer=normalizer,
-                config=self._loss_config,
-            )
+            outputs = self._outputs(self.model, tensors, micro)
+            output = self._policy_loss(outputs, micro, tensors, normalizer=normalizer, at_proximal=at_proximal)
             torch.autograd.backward(output.loss)
             stats.append(output.stats)
         return stats
@@ -204,14 +236,15 @@ class Trainer:
         return norm
 
 
-class _BatchTensors:
-    """The per-token arrays of a batch as tensors [N] on the model's device."""
+def _with_live_tokens(batch: Batch) -> Ints:
+    """Samples with a token that the loss falls on."""
+    if not batch.samples:
+        return np.empty(0, dtype=np.int64)
+    return np.flatnonzero(np.logical_or.reduceat(batch.live, batch.response_bounds[:-1]))
 
-    def __init__(self, batch: Batch, advantages: npt.NDArray[np.float32], device: torch.device) -> None:
-        self.labels: Tensor = torch.from_numpy(batch.response_ids).to(device)
-        self.behavior: Tensor = torch.from_numpy(batch.logprobs).to(device)
-        self.proximal: Tensor = self.behavior.clone()
-        self.advantages: Tensor = torch.from_numpy(advantages).to(device)
+
+def _union(parts: Sequence[Ints]) -> Ints:
+    return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
 
 
 class _Clock:
@@ -219,7 +252,7 @@ class _Clock:
 
     def __init__(self, tracer: Tracer | None) -> None:
         self._tracer = tracer
-        self._seconds = dict.fromkeys(("pack", "proximal", "forward_backward", "optimizer"), 0.0)
+        self._seconds = dict.fromkeys(("pack", "proximal", "critic", "forward_backward", "optimizer"), 0.0)
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -230,16 +263,3 @@ class _Clock:
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{phase}_s": seconds for phase, seconds in self._seconds.items()}
-
-
-def _loss_config(config: LossConfig) -> ops.PPOLossConfig:
-    """The op's configuration; behaviour weights exist in the decoupled objective alone."""
-    weighted = config.objective == "decoupled"
-    return ops.PPOLossConfig(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-        behavior_cap=config.behavior_cap if weighted else None,
-        behavior_mode=config.behavior_mode if weighted else "truncate",
-        entropy_coef=config.entropy_coef,
-    )

@@ -10,13 +10,14 @@ from areal_core.telemetry.format import compact, duration, finite, percent
 from areal_core.telemetry.run_data import RunData
 from areal_core.telemetry.timeline import IDLE_NAMES, TimelineRow
 
-TRAINER_PHASES = ("wait", "pack", "proximal", "forward_backward", "optimizer", "publish", "evaluate", "other")
+TRAINER_PHASES = ("wait", "pack", "proximal", "critic", "forward_backward", "optimizer", "publish", "evaluate", "other")
 
 _SETTINGS = (
     ("task", "task.name"),
     ("model", "model.path"),
     ("advantages", "advantage.name"),
     ("objective", "loss.objective"),
+    ("proximal logprobs", "loss.proximal"),
     ("groups per batch", "rollout.batch_groups"),
     ("group size", "rollout.group_size"),
     ("η", "rollout.eta"),

@@ -43,7 +43,9 @@ def test_saved_config_repeats_the_run(tmp_path):
         ("rollout.group_size=2.5", "rollout.group_size: expected a whole number, got 2.5"),
         ("rollout.group_size=true", "rollout.group_size: expected a whole number, got True"),
         ("rollout=3", "rollout: expected a mapping, got 3"),
-        ("loss.objective=ppo", "loss.objective: expected one of decoupled, naive, uncorrected, got 'ppo'"),
+        ("loss.proximal=stale", "loss.proximal: expected one of recompute, loglinear, behavior, got 'stale'"),
+        ("loss.clip_low=2", "loss: expected clip_low in [0, 1], got 2.0"),
+        ("advantage.gamma=2", "advantage.gamma: expected in [0, 1], got 2.0"),
         ("train.betas=[0.9]", "train.betas: expected 2 values, got [0.9]"),
         ("telemetry.trace=yes please", "telemetry.trace: expected true or false, got 'yes please'"),
         (
@@ -86,3 +88,22 @@ def test_something_must_pace_sampling():
     assert load_config(None, ["rollout.eta=2", "rollout.pipeline_depth=inf"]).rollout.batches_ahead == 2
     with pytest.raises(ConfigError, match=r"rollout.pipeline_depth: expected a whole number when rollout.eta is inf"):
         load_config(None, ["rollout.eta=inf", "rollout.pipeline_depth=inf"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["loss.distill_coef=1"], "teacher.path: expected a policy with loss.distill_coef, got None"),
+        (["teacher.path=x"], "teacher.path: expected null without loss.distill_coef, got 'x'"),
+        (["reference.path=x"], "reference.path: expected null without advantage.beta, reward.kl_coef or loss.kl_coef"),
+        (["loss.m2po_threshold=0.04", "loss.proximal=loglinear"], "loss.proximal: expected recompute with"),
+        (["loss.proximal=behavior", "loss.behavior_level=sequence"], "loss.proximal: expected recompute or loglinear"),
+        (["reward.kl_target=1"], "reward.kl_coef: expected > 0 with kl_target, got 0.0"),
+        (["advantage.name=grpo"], "advantage.name: expected one of dapo, dr_grpo"),
+        (["critic.learning_rate=0"], "critic.learning_rate: expected > 0, got 0.0"),
+    ],
+)
+def test_settings_that_do_not_fit_together_say_so(overrides, text):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert str(caught.value).startswith(text)

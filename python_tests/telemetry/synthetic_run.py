@@ -14,7 +14,7 @@ task: {{name: chain_arithmetic}}
 rollout: {{group_size: 8, batch_groups: 32, eta: {eta}, pipeline_depth: 1.0}}
 generate: {{generators: {generators}, on_update: recompute, temperature: 1.0}}
 advantage: {{name: grpo_r1}}
-loss: {{objective: decoupled, clip_low: 0.2, behavior_cap: 5.0}}
+loss: {{objective: ppo, proximal: recompute, clip_low: 0.2, behavior_cap: 5.0}}
 train: {{steps: {planned}, learning_rate: 0.0001, minibatches: 4}}
 """
 

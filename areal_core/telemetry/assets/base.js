@@ -77,7 +77,7 @@ function logTicks(low, high) {
 
 // --- colours -------------------------------------------------------------------------------------------------------
 
-const KNOWN_SPANS = ["generate", "forward_backward", "proximal", "pack", "optimizer", "weight_update", "publish", "evaluate",
+const KNOWN_SPANS = ["generate", "forward_backward", "proximal", "critic", "pack", "optimizer", "weight_update", "publish", "evaluate",
   "other", "wait", "idle"];
 const EXTRA_COLOURS = ["c5", "c4", "c3", "c2", "c1"];
 const AGE_COLOURS = 8;
