@@ -70,9 +70,7 @@ def test_as_near_to_the_truth_as(function: str) -> None:
             truth = torch.from_numpy(truths[truth_name]).double()
             their_value = torch.from_numpy(theirs[f"{function}/{recorded}"]).double().reshape(truth.shape)
             our_value = ours(arrays, dtype, output)[is_gradient]
-            known = (
-                truth.isfinite() & their_value.isfinite()
-            )  # softmax itself loses a row of -inf
+            known = truth.isfinite() & their_value.isfinite()  # softmax itself loses a row of -inf
             bound = (their_value - truth).abs() + 3e-6 + 3e-7 * truth.abs()
             if is_gradient:
                 bound += 8 * EPSILON[dtype] * truth.abs()
