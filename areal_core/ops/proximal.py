@@ -89,7 +89,7 @@ def m2po_mask(
 ) -> Tensor:
     """Which tokens M2PO keeps: the largest squared log-ratios go until the rest averages below the threshold.
 
-    With m = (proximal - behavior)^2 of the live tokens of the whole batch (over all ranks of `group`), the tokens kept
+    With m = (proximal - behavior)^2, in float32, of the live tokens of the whole batch (over all ranks of `group`), the tokens kept
     are those with m <= c, for the largest c at which their mean is below the threshold. Tokens with the same m share
     their fate. Where not even the smallest m is below the threshold, no token is kept.
 
@@ -119,28 +119,49 @@ def m2po_mask(
     tensors = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs, "loss_mask": loss_mask}
     check_alike("m2po_mask", tensors, ("proximal_logprobs", "behavior_logprobs"))
     with torch.no_grad():
-        proximal, behavior = proximal_logprobs.detach(), behavior_logprobs.detach()
+        proximal, behavior = proximal_logprobs.detach().float(), behavior_logprobs.detach().float()
         log_ratio = torch.where(proximal == behavior, 0.0, proximal - behavior)
-        moment = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).double().square()
-        live = loss_mask.to(torch.bool) & ~moment.isnan()
-        return live & (moment <= _cutoff(torch.where(live, moment, torch.inf), threshold, group))
+        moment = log_ratio.clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).square_()
+        keep = loss_mask.to(torch.bool) & ~moment.isnan()
+        # Non-negative floats are ordered as their bits are.
+        bits = torch.where(keep, moment, torch.inf).view(torch.int32)
+        return keep & (bits < _first_dropped(bits, threshold, group))
 
 
-def _cutoff(moments: Tensor, threshold: float, group: Any) -> Tensor:
-    """The largest c for which the mean of the moments <= c is below the threshold; negative where there is none.
+_FINE_BITS = 15
 
-    That mean grows with c, so bisection finds c. Over what: non-negative floats are ordered as the integers of the same
-    bits, of which float32 has few enough. c is then exact to a float32 step, and between two such steps all or none.
+
+def _first_dropped(bits: Tensor, threshold: float, group: Any) -> Tensor:
+    """The least value, as bits, that cannot be kept if the mean of all that is kept shall be below the threshold.
+
+    Means of ever more values in ascending order grow. So: add up coarse bins of values, find the first that is too
+    much, and look inside that one again.
     """
-    low = torch.full((), -1, dtype=torch.int64, device=moments.device)  # a c that is low enough
-    high = torch.full((), 2**31 - 2**23, dtype=torch.int64, device=moments.device)  # one that may be too high: inf
-    for _ in range(32):
-        middle = (low + high) // 2
-        bound = middle.clamp(min=0).to(torch.int32).view(torch.float32).double()
-        kept = moments <= bound
-        sums = torch.stack((torch.where(kept, moments, 0.0).sum(), kept.sum().double()))
-        if group is not None:
-            torch.distributed.all_reduce(sums, group=group)
-        fits = (sums[0] < threshold * sums[1]) | (sums[1] == 0)
-        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-    return torch.where(low < 0, -1.0, low.clamp(min=0).to(torch.int32).view(torch.float32).double())
+    total = torch.zeros(2, dtype=torch.float64, device=bits.device)  # count and sum of what is surely kept
+    coarse = bits >> _FINE_BITS
+    bin_, total = _first_too_many(coarse, bits, 2 ** (31 - _FINE_BITS), total, threshold, group)
+    within = torch.where(coarse == bin_, bits & (2**_FINE_BITS - 1), 2**_FINE_BITS)  # beyond the last bin: left out
+    fine, _ = _first_too_many(within, bits, 2**_FINE_BITS, total, threshold, group)
+    return (bin_ << _FINE_BITS) + fine
+
+
+def _first_too_many(
+    bins: Tensor, bits: Tensor, count: int, total: Tensor, threshold: float, group: Any
+) -> tuple[Tensor, Tensor]:
+    """The first bin that does not fit wholly, and count and sum of what lies below it."""
+    moments = bits.view(torch.float32).double()
+    parts = torch.stack((_histogram(bins, torch.ones_like(moments), count), _histogram(bins, moments, count)))
+    if group is not None:
+        torch.distributed.all_reduce(parts, group=group)
+    sums = torch.cat((total[:, None], total[:, None] + parts.cumsum(1)), dim=1)  # below bin i, and at the end of all
+    counts, moments = sums[:, 1:].unbind()
+    first = ((moments < threshold * counts) | (counts == 0)).sum().clamp(max=count - 1)
+    return first, sums.index_select(1, first.reshape(1)).squeeze(1)
+
+
+def _histogram(bins: Tensor, weights: Tensor, count: int) -> Tensor:
+    """Sum of weights by bin in a fixed order; what lies beyond the last bin is left out."""
+    if bins.device.type == "cpu":
+        return torch.bincount(bins, weights=weights, minlength=count + 1)[:count]
+    sums = torch.zeros(count + 1, dtype=weights.dtype, device=weights.device)
+    return sums.index_put_((bins.long(),), weights, accumulate=True)[:count]  # by sorting, no float atomics

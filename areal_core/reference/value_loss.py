@@ -58,8 +58,8 @@ def value_loss(
 
 def m2po_mask(proximal: Tensor, behavior: Tensor, loss_mask: Tensor, threshold: float) -> Tensor:
     """Drop the live tokens of the largest squared log-ratio, one value at a time, until the rest averages below."""
-    difference = torch.where(proximal == behavior, 0.0, proximal - behavior).double()
-    moment = difference.clamp(-20, 20).square()
+    difference = torch.where(proximal == behavior, 0.0, proximal - behavior).float()
+    moment = difference.clamp(-20, 20).square().double()
     keep = loss_mask.bool() & ~moment.isnan()
     while keep.any() and not moment[keep].mean() < threshold:
         keep &= moment < moment[keep].max()

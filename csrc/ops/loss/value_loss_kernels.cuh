@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kValueThreads) value_loss_kernel(ValueLossArgs
     const Real old_value = args.old_values != nullptr ? __ldg(args.old_values + t) : value;
     Real grad = 0;
     if (live) {
-      const loss::ValueTerm<Real> term = loss::value_term(bounds, value, old_value, target);
+      const loss::ValueTerm<Real> term = loss::value_term<loss::ScalarLane<Real>>(bounds, value, old_value, target);
       loss::value_stats(term, value, target, sums);
       grad = term.grad;
     }

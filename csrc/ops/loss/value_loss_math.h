@@ -3,51 +3,56 @@
 
 #include <cmath>
 
+#include "ops/loss/loss_lanes.h"
 #include "ops/loss/value_loss.h"
 
 namespace areal::loss {
 
-template <class Real>
+template <class Value>
 struct ValueBounds {
-  Real clip, huber_delta;
+  Value clip, huber_delta;
 };
 
-template <class Real>
+template <class Value>
 struct ValueTerm {
-  Real term, grad;
-  bool clipped;
+  Value term, grad, clipped;  // clipped: 1 or 0
 };
 
 // l of the header.
-template <class Real>
-AREAL_HOST_DEVICE Real error_loss(Real error, Real delta) {
-  const Real size = std::fabs(error);
-  return size <= delta ? Real(0.5) * error * error : delta * (size - Real(0.5) * delta);
+template <class Lane, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE Value error_loss(Value error, Value delta) {
+  const Value half = Lane::splat(0.5), size = Lane::select(error < Lane::splat(0), -error, error);
+  return Lane::select(size > delta, delta * (size - half * delta), half * error * error);
 }
 
-// Comparisons are written so that NaN takes the unclipped branch, and shows.
-template <class Real>
-AREAL_HOST_DEVICE ValueTerm<Real> value_term(const ValueBounds<Real>& bounds, Real value, Real old_value, Real target) {
-  const Real step = value - old_value;
-  const Real raised = step < -bounds.clip ? -bounds.clip : step;
-  const Real bounded = raised > bounds.clip ? bounds.clip : raised;
-  const Real error = value - target;
-  const Real free = error_loss(error, bounds.huber_delta);
-  const Real held = error_loss(old_value + bounded - target, bounds.huber_delta);
-  const bool clipped = bounded != step && held > free;
-  const Real lowered = error > bounds.huber_delta ? bounds.huber_delta : error;
-  const Real slope = lowered < -bounds.huber_delta ? -bounds.huber_delta : lowered;
-  return {clipped ? held : free, clipped ? Real(0) : slope, clipped};
+template <class Lane, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE Value bounded(Value x, Value bound) {
+  const Value raised = Lane::select(x < -bound, -bound, x);
+  return Lane::select(raised > bound, bound, raised);
 }
 
-// The sums of one live token (0 in every statistic for a masked one).
+// Lane: as in loss_lanes.h. Comparisons are written so that NaN takes the unclipped branch, and shows.
+template <class Lane, class Value = typename Lane::Value>
+AREAL_HOST_DEVICE ValueTerm<Value> value_term(const ValueBounds<Value>& bounds, Value value, Value old_value,
+                                              Value target) {
+  const Value zero = Lane::splat(0), one = Lane::splat(1), error = value - target;
+  const Value step = value - old_value, allowed = bounded<Lane>(step, bounds.clip);
+  const Value free = error_loss<Lane>(error, bounds.huber_delta);
+  const Value held = error_loss<Lane>(old_value + allowed - target, bounds.huber_delta);
+  const Value moved = Lane::select(allowed == step, zero, one);
+  const Value clipped = Lane::select(held > free, moved, zero);
+  return {Lane::select(clipped > zero, held, free),
+          Lane::select(clipped > zero, zero, bounded<Lane>(error, bounds.huber_delta)), clipped};
+}
+
+// Adds a live token.
 template <class Real>
 AREAL_HOST_DEVICE void value_stats(const ValueTerm<Real>& term, Real value, Real target,
                                    double (&sums)[kValueStatCount]) {
   const double wide_target = static_cast<double>(target), error = wide_target - static_cast<double>(value);
   sums[kValueLiveTokens] += 1;
   sums[kValueTerm] += static_cast<double>(term.term);
-  sums[kValueClipped] += term.clipped;
+  sums[kValueClipped] += static_cast<double>(term.clipped);
   sums[kValueSum] += static_cast<double>(value);
   sums[kReturnSum] += wide_target;
   sums[kReturnSquare] += wide_target * wide_target;
