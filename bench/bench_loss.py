@@ -1,6 +1,7 @@
-"""ppo_loss against torch: decoupled PPO, forward and backward, with the statistics that a trainer logs.
+"""The losses against torch, forward and backward, with the statistics that a trainer logs: decoupled PPO, the variants
+of ppo_loss beside each other, and the value loss.
 
-python bench/bench_loss.py --tokens 1000000 --threads 1
+python bench/bench_loss.py --tokens 1000000 --threads 1 --length 1000
 """
 
 from __future__ import annotations
@@ -128,15 +129,109 @@ def run_case(bench: Bench, tokens: int, device: str, compiled: bool) -> None:
     )
 
 
+# Each beside the default, with behavior weights.
+VARIANTS = {
+    "decoupled PPO": CONFIG,
+    "CISPO": PPOLossConfig.preset("cispo"),
+    "SAPO": PPOLossConfig(objective="sapo"),
+    "REINFORCE with ratio": PPOLossConfig(objective="reinforce"),
+    "k3 penalty": PPOLossConfig(kl_coef=0.1),
+    "sequence means": PPOLossConfig(aggregation="sequence_mean_token_mean"),
+    "sequence weights": PPOLossConfig(behavior_level="geometric", behavior_cap=2.0),
+    "GSPO": PPOLossConfig.preset("gspo"),
+    "GMPO": PPOLossConfig.preset("gmpo"),
+}
+
+
+def run_variants(bench: Bench, tokens: int, length: int, device: str) -> None:
+    batch = make_batch(tokens, device)
+    bounds = torch.arange(0, tokens, length, device=device)
+    cu_seqlens = torch.cat((bounds, torch.tensor([tokens], device=device)))
+
+    def inputs(config: PPOLossConfig) -> dict[str, Any]:
+        given: dict[str, Any] = {"ref_logprobs": batch["proximal_logprobs"]} if config.kl_coef else {}
+        return given | ({"cu_seqlens": cu_seqlens} if config.needs_sequences else {})
+
+    def provider(config: PPOLossConfig) -> Callable[[], Any]:
+        def loss(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            out = ops.ppo_loss(**leaves, **inputs(config), config=config)
+            return out.loss, out.stats.finalize()._asdict()
+
+        return lambda: forward_and_backward(loss, batch)
+
+    def check(name: str, result: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+        config = VARIANTS[name]
+        leaf = batch["logprobs"].double().cpu().requires_grad_()
+        given = {key: x.cpu() for key, x in (batch | inputs(config)).items()}
+        truth, _ = reference.ppo_loss(**{**given, "logprobs": leaf}, config=config)
+        (true_grad,) = torch.autograd.grad(truth, leaf)
+        assert_close(f"{name}: loss", result[0], truth, 2e-6)
+        assert_close(f"{name}: gradient", result[1], true_grad, 1e-5 * float(true_grad.abs().max()), 1e-5)
+
+    bench.compare(
+        f"T = {tokens}, sequences of {length}: variants of ppo_loss, forward and backward",
+        {name: provider(config) for name, config in VARIANTS.items()},
+        check=check,
+        read_bytes=21 * tokens,
+        written_bytes=8 * tokens,
+    )
+
+
+def eager_value_loss(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    values, old, returns, mask = (batch[k] for k in ("logprobs", "proximal_logprobs", "advantages", "loss_mask"))
+    held = (old + (values - old).clamp(-0.2, 0.2) - returns).square()
+    free = (values - returns).square()
+    live = mask.sum()
+    loss = 0.5 * torch.where(mask, torch.maximum(free, held), 0.0).sum() / live
+    with torch.no_grad():
+        error = (returns - values)[mask].double()
+        explained = 1 - error.var(correction=0) / returns[mask].double().var(correction=0)
+        clipped = ((held > free) & mask).sum() / live
+    return loss, {"clip_fraction": clipped, "explained_variance": explained}
+
+
+def our_value_loss(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    names = ("logprobs", "proximal_logprobs", "advantages", "loss_mask")
+    out = ops.value_loss(*(batch[name] for name in names), clip=0.2)
+    return out.loss, out.stats.finalize()._asdict()
+
+
+def run_value_loss(bench: Bench, tokens: int, device: str) -> None:
+    batch = make_batch(tokens, device)
+    first = forward_and_backward(
+        eager_value_loss, {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
+    )
+
+    def check(name: str, result: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+        assert_close(f"{name}: loss", result[0], first[0], 1e-6, 1e-6)
+        assert_close(f"{name}: gradient", result[1], first[1], 1e-5 / tokens, 1e-5)
+        for statistic in ("clip_fraction", "explained_variance"):
+            assert_close(f"{name}: {statistic}", result[2][statistic], first[2][statistic], 1e-5, 1e-5)
+
+    bench.compare(
+        f"T = {tokens}: value loss with clipping, forward and backward",
+        {
+            "torch, with statistics": lambda: forward_and_backward(eager_value_loss, batch),
+            "ours (with statistics)": lambda: forward_and_backward(our_value_loss, batch),
+        },
+        check=check,
+        read_bytes=17 * tokens,
+        written_bytes=8 * tokens,
+    )
+
+
 def main() -> None:
     parser = argument_parser("Benchmark of ppo_loss.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_000_000])
+    parser.add_argument("--length", type=int, default=1000, help="tokens of a sequence, for what goes by sequence")
     parser.add_argument("--compile", action="store_true", help="also time torch.compile of the eager code")
     args = parser.parse_args()
     reuse_freed_memory()
     bench = Bench("loss", args)
     for tokens in args.tokens:
         run_case(bench, tokens, args.device, args.compile)
+        run_variants(bench, tokens, args.length, args.device)
+        run_value_loss(bench, tokens, args.device)
     bench.save()
 
 

@@ -89,8 +89,8 @@ def m2po_mask(
 ) -> Tensor:
     """Which tokens M2PO keeps: the largest squared log-ratios go until the rest averages below the threshold.
 
-    With m = (proximal - behavior)^2, in float32, of the live tokens of the whole batch (over all ranks of `group`), the tokens kept
-    are those with m <= c, for the largest c at which their mean is below the threshold. Tokens with the same m share
+    With m = (proximal - behavior)^2 of the live tokens of the whole batch (over all ranks of `group`), in float32, the
+    tokens kept are those with m <= c, for the largest c at which their mean is below the threshold. Equal m share
     their fate. Where not even the smallest m is below the threshold, no token is kept.
 
     Args:

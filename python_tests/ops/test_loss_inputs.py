@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import CURRENT_VERSION, RUNNABLE_ISAS, VARIANTS, make_batch, run
+from loss_cases import CURRENT_VERSION, RUNNABLE_ISAS, VARIANTS, assert_summary, make_batch, run, run_reference
 from op_checks import assert_same_bits
 
 from areal_core import _C, ops
@@ -77,6 +77,21 @@ def test_extreme_ratios_stay_finite(log_u: float, advantage: float, dtype: torch
     assert out.loss.item() == pytest.approx(-u * advantage, rel=1e-6, abs=0)
     assert torch.equal(logprobs.grad, zeros)
     assert out.stats.raw.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("name", ["logprobs", "behavior_logprobs", "ref_logprobs", "teacher_logprobs"])
+def test_every_variant_survives_extreme_log_ratios(variant: str, name: str) -> None:
+    batch = make_batch(60)
+    batch[name][::7] += torch.tensor([200.0, -200.0, 91.0]).repeat(3)
+    batch["behavior_logprobs"][1::7] = -math.inf
+    loss, grad, grad_entropy, raw = run(batch, VARIANTS[variant])
+    true_loss, true_grad, _, stats = run_reference(batch, VARIANTS[variant])
+    for x in (loss, grad, grad_entropy, raw):
+        assert x.isfinite().all()
+    torch.testing.assert_close(loss.double(), true_loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), true_grad, rtol=1e-5, atol=1e-6 * max(1.0, float(true_grad.abs().max())))
+    assert_summary(raw, stats, rtol=1e-4, atol=1e-5)
 
 
 def test_two_impossible_logprobs_have_ratio_one_and_no_gradient() -> None:

@@ -191,3 +191,54 @@ def test_kl_agrees_with_the_textbook(precision: str, estimator: str) -> None:
         assert out.loss.item() == pytest.approx(float(truth[t]), rel=tolerance, abs=0)
         compared += 1
     assert compared >= 14
+
+
+# Peers' estimators as (value, gradient) of ours. Many clamp values to +-10: only what lies below is compared.
+KL_PEERS = {
+    **{f"areal.KLEstimator:{k},clamp={clamp}": (k, k) for k in ("k1", "k2", "k3") for clamp in (True, False)},
+    **{f"nemo.calculate_kl:{k}{suffix}": (k, k) for k in ("k1", "k2", "k3") for suffix in ("", ",noclamp")},
+    **{f"openrlhf.compute_approx_kl:{k},unbiased=False": (k, k) for k in ("k1", "k2", "k3")},
+    **{f"openrlhf.compute_approx_kl:{k},unbiased=True": (k, "k2") for k in ("k1", "k2", "k3")},
+    **{f"skyrl.compute_approx_kl:{k}": (k, k) for k in ("k1", "k2", "k3")},
+    **{f"slime.compute_approx_kl:{k}": (k, k) for k in ("k1", "k2", "k3")},
+    "slime.compute_approx_kl:low_var_kl": ("k3", "k3"),
+    "trl[inline expr]:k3": ("k3", "k3"),
+    "verl.kl_penalty:kl": ("k1", "k1"),
+    "verl.kl_penalty:mse": ("k2", "k2"),
+    "verl.kl_penalty:low_var_kl": ("k3", "k3"),
+    "verl.kl_penalty:k1+": ("k1", "k2"),
+    "verl.kl_penalty:k3+": ("k3", "k2"),
+}
+
+
+def evaluate_kl(logprobs: Tensor, ref: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+    """Value and gradient of the penalty, token by token."""
+    config = PPOLossConfig(kl_coef=1.0, kl_estimator=estimator)
+    zeros, values = torch.zeros_like(logprobs), []
+    for t in range(len(logprobs)):
+        token = slice(t, t + 1)
+        out = ops.ppo_loss(
+            logprobs[token], logprobs[token], zeros[token], zeros[token] + 1, ref_logprobs=ref[token], config=config
+        )
+        values.append(out.loss)
+    leaf = logprobs.clone().requires_grad_()
+    out = ops.ppo_loss(leaf, logprobs, zeros, zeros + 1, ref_logprobs=ref, normalizer=1.0, config=config)
+    return torch.stack(values), torch.autograd.grad(out.loss, leaf)[0]
+
+
+@pytest.mark.parametrize("peer", KL_PEERS)
+def test_kl_agrees_with_recorded_peers(peer: str) -> None:
+    recorded, compared = recorded_data("kl"), 0
+    for precision in ("f32", "f64"):
+        outputs = recorded["out", "grid", precision]
+        if f"{peer}/kl" not in outputs:
+            continue
+        x = {name: torch.from_numpy(array) for name, array in recorded["in", "grid", precision].items()}
+        theirs = torch.from_numpy(outputs[f"{peer}/kl"]).flatten().double()
+        near = ((x["ref"] - x["logp"]).abs() < 9.9) & (theirs.abs() < 9.9)
+        for index, estimator in enumerate(KL_PEERS[peer]):
+            ours = evaluate_kl(x["logp"][near], x["ref"][near], estimator)[index]
+            expected = theirs if index == 0 else torch.from_numpy(outputs[f"{peer}/grad"]).flatten()
+            assert_near(ours, expected[near], absolute=2e-5, relative=3e-6)  # some compute in fp32 always
+            compared += int(near.sum())
+    assert compared >= 20
