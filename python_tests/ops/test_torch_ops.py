@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_core import ops
 from areal_core.model import DecoderConfig, PackedDecoder
 
-NOT_OPS = {"estimators", "register_estimator"}  # a list of names, and an entry for it
+NOT_OPS = {"estimators", "get_estimator", "register_estimator"}  # names of estimators, and what they stand for
 PUBLIC = {name for name in ops.__all__ if name.islower()} - NOT_OPS
 
 
