@@ -74,7 +74,7 @@ class CreditAssigner:
             greedy = ops.shape_rewards(rewards, replace(shaping, kl_coef=0.0), cu_seqlens=bounds).rewards
         advantages = ops.compute_advantages(
             config.name,
-            rewards=shaped.rewards,
+            rewards=shaped.rewards[:, None] if self._estimator.per_reward else shaped.rewards,  # a task has one
             token_rewards=shaped.token_rewards,
             group_ids=torch.from_numpy(batch.group_of),
             values=_double(values),

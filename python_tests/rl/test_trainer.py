@@ -357,7 +357,7 @@ def with_greedy(groups: list[Group]) -> list[Group]:
     return [replace(g, greedy=replace(g.trajectories[0], reward=0.25)) for g in groups]
 
 
-@pytest.mark.parametrize("name", [name for name in ops.estimators() if name != "gdpo"])
+@pytest.mark.parametrize("name", ops.estimators())
 def test_every_estimator_trains_by_its_name(name: str) -> None:
     config = make_config(advantage=AdvantageConfig(name=name))
     weights, metrics = trained(config, with_greedy(batch_of()), with_greedy(batch_of(1)))
