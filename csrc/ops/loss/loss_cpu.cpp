@@ -120,33 +120,51 @@ struct PaddedTokens {
 // fp32 lanes hold the sums of kRunVectors vectors each; runs are added in fp64.
 constexpr int64_t kRunVectors = 16;
 
-// Statistics of a block of which those of the last few vectors are still in lanes.
+typedef float HalfF __attribute__((vector_size(kLanes * 2)));
+typedef double HalfD __attribute__((vector_size(kLanes * 4)));
+
+// Statistics of a block. Sums of a run of vectors are in fp32 lanes, sums of runs in fp64 lanes, two halves of them.
 struct VectorTally {
   Accumulator<VecF> run;
+  HalfD runs[loss::kSumCount][2] = {};
   Accumulator<double> block;
-  int64_t vectors = 0;
+  int64_t vectors = 0;  // in the run, fewer than kRunVectors
 
   AREAL_INLINE VectorTally() {
     loss::reset<VectorLane>(run);
     loss::reset<DoubleLane>(block);
   }
-  AREAL_INLINE void count_vector() {
-    if (++vectors % kRunVectors == 0) drain();
+  AREAL_INLINE void count_vectors(int64_t count) {
+    vectors += count;
+    if (vectors == kRunVectors) end_run();
   }
-  AREAL_INLINE void drain() {
-    for (int i = 0; i < loss::kSumCount; ++i) block.sum[i] += static_cast<double>(reduce_add(run.sum[i]));
+  AREAL_INLINE void end_run() {
+    for (int i = 0; i < loss::kSumCount; ++i) {
+      HalfF halves[2];
+      std::memcpy(halves, &run.sum[i], sizeof halves);
+      for (int h = 0; h < 2; ++h) runs[i][h] += __builtin_convertvector(halves[h], HalfD);
+      run.sum[i] = splat(0.0f);
+    }
+    vectors = 0;
+  }
+  // Everything into `block`.
+  AREAL_INLINE void finish() {
+    end_run();
+    for (int i = 0; i < loss::kSumCount; ++i) {
+      const HalfD both = runs[i][0] + runs[i][1];
+      for (int lane = 0; lane < kLanes / 2; ++lane) block.sum[i] += both[lane];
+    }
     for (int i = 0; i < loss::kMaxCount; ++i) {
       const double max = static_cast<double>(reduce_max(run.max[i]));
       if (max > block.max[i]) block.max[i] = max;
     }
-    loss::reset<VectorLane>(run);
   }
 };
 
 struct DoubleTally {
   Accumulator<double> block;
   AREAL_INLINE DoubleTally() { loss::reset<DoubleLane>(block); }
-  AREAL_INLINE void drain() {}
+  AREAL_INLINE void finish() {}
 };
 
 template <class Real>
@@ -237,9 +255,10 @@ AREAL_INLINE void accumulate_piece(const LossConstants<VectorLane>& c, const Pol
                                    int64_t end, int64_t limit, const SequenceValues& values, VectorTally& tally) {
   const SequenceTerms<VectorLane> s = loss::sequence_terms<VectorLane>(values);
   int64_t t = begin;
-  for (; t + kLanes <= end; t += kLanes) {
-    accumulate_vector<Variant>(c, a, t, ~VecI{}, s, tally.run);
-    tally.count_vector();
+  while (t + kLanes <= end) {  // runs, so that the inner loop knows where sums go and may keep them in registers
+    const int64_t room = kRunVectors - tally.vectors, full = (end - t) / kLanes, count = full < room ? full : room;
+    for (int64_t v = 0; v < count; ++v, t += kLanes) accumulate_vector<Variant>(c, a, t, ~VecI{}, s, tally.run);
+    tally.count_vectors(count);
   }
   if (t == end) return;
   if (t + kLanes <= limit) {
@@ -249,7 +268,7 @@ AREAL_INLINE void accumulate_piece(const LossConstants<VectorLane>& c, const Pol
     accumulate_vector<Variant>(c, padded.args, 0, ~VecI{}, s, tally.run);
     padded.store(a, t, end - t);
   }
-  tally.count_vector();
+  tally.count_vectors(1);
 }
 
 template <class Variant>
@@ -300,7 +319,7 @@ AREAL_INLINE void run_block(const PolicyLossArgs<Real>& args, int64_t block) {
   const int64_t blocks = loss::block_count(args.tokens), end = limit < args.tokens ? limit : args.tokens;
   typename Step<Real>::Tally tally;
   loss::with_variant(args.params, [&](auto variant) { accumulate<decltype(variant)>(args, begin, end, tally); });
-  tally.drain();
+  tally.finish();
   if (args.versions != nullptr) accumulate_staleness(args, begin, end, tally.block);
   for (int i = 0; i < loss::kSumCount; ++i) args.scratch[i * blocks + block] = tally.block.sum[i];
   for (int i = 0; i < loss::kMaxCount; ++i) args.scratch[(loss::kSumCount + i) * blocks + block] = tally.block.max[i];

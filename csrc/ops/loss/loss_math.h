@@ -17,21 +17,19 @@ AREAL_HOST_DEVICE Value shaped_advantage(const LossConstants<Lane>& c, const Tok
   return x.advantage + c.distill_coef * y;
 }
 
-// A weight within its bounds, and where it was moved there.
+// A weight within its bounds, and 1 where it was capped or masked.
 template <class Value>
 struct BoundedWeight {
-  Value weight;
-  Value capped;  // 1 or 0
-  Value masked;
+  Value weight, moved;
 };
 
 template <class Lane, class Value = typename Lane::Value>
 AREAL_HOST_DEVICE BoundedWeight<Value> bounded_weight(const LossConstants<Lane>& c, Value raw) {
   const Value zero = Lane::splat(0), one = Lane::splat(1);
   const Value above = Lane::select(raw > c.behavior_cap, one, zero);
-  if (!c.masks_weights) return {Lane::select(above > zero, c.behavior_cap, raw), above, zero};
+  if (!c.masks_weights) return {Lane::select(above > zero, c.behavior_cap, raw), above};
   const Value outside = Lane::select(raw < c.behavior_low, one, above);
-  return {Lane::select(outside > zero, zero, raw), zero, outside};
+  return {Lane::select(outside > zero, zero, raw), outside};
 }
 
 // w of the header.
@@ -39,15 +37,19 @@ template <class Lane, class Statistics, class Value = typename Lane::Value>
 AREAL_HOST_DEVICE Value behavior_weight(const LossConstants<Lane>& c, const TokenInputs<Lane>& x, Value sequence_weight,
                                         Statistics& acc) {
   const Value zero = Lane::splat(0);
-  BoundedWeight<Value> w = {Lane::splat(1), zero, zero};
+  BoundedWeight<Value> w = {Lane::splat(1), zero};
   Value raw = w.weight;
   if (c.has_behavior) {
     const Value log_w = log_ratio<Lane>(x.proximal, x.behavior, c.max_log_ratio).value;
     const ExpTerms<Value> token = Lane::exp_terms(log_w);
     raw = c.sequence_weights ? sequence_weight : token.exp;
     w = bounded_weight<Lane>(c, raw);
-    acc.add(kBehaviorCapped, Lane::select(x.live, w.capped, zero));
-    acc.add(kBehaviorMasked, Lane::select(x.live, w.masked, zero));
+    const Value moved = Lane::select(x.live, w.moved, zero);
+    if (c.masks_weights) {
+      acc.add(kBehaviorMasked, moved);
+    } else {
+      acc.add(kBehaviorCapped, moved);
+    }
     acc.add(kKlBehaviorProximalK1, -log_w);
     acc.add(kKlBehaviorProximalK3, token.k3);
   }
