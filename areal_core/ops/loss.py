@@ -98,10 +98,12 @@ def ppo_loss(
     loss, stats, *_ = call(
         torch.ops.areal_core.ppo_loss.default,
         logprobs.contiguous(),
-        proximal_logprobs.contiguous(),
-        advantages.contiguous(),
+        proximal_logprobs.detach().contiguous(),
+        advantages.detach().contiguous(),
         loss_mask.to(torch.bool).contiguous(),
-        *(None if x is None else x.contiguous() for x in (behavior_logprobs, ref_logprobs, entropy, teacher_logprobs)),
+        *map(_constant, (behavior_logprobs, ref_logprobs)),
+        None if entropy is None else entropy.contiguous(),
+        _constant(teacher_logprobs),
         None if keep_mask is None else keep_mask.to(torch.bool).contiguous(),
         None if versions is None else as_int64(versions, "ppo_loss", "versions"),
         _version_tensor(current_version, logprobs),
@@ -112,8 +114,14 @@ def ppo_loss(
     return PPOLossOutput(loss, PPOLossStats(stats.detach()))
 
 
+def _constant(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().contiguous()
+
+
 def check_inputs(given: dict[str, Any], config: PPOLossConfig) -> None:
     """Raise ValueError for an option of the config whose input was not given."""
+    if not isinstance(config, PPOLossConfig):
+        raise TypeError(f"ppo_loss: expected config a PPOLossConfig, got {config!r}")
     bounded = config.behavior_cap is not None or config.behavior_low is not None
     needs = (
         ("behavior_logprobs", "behavior_cap or behavior_low", bounded),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 # The order of each is the order of the enumeration in csrc/ops/loss/loss.h.
@@ -139,6 +140,11 @@ class PPOLossConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        for field in fields(PPOLossConfig):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (field.name in _CHOICES or is_number or (value is None and field.default is None)):
+                raise TypeError(f"PPOLossConfig: expected {field.name} a number, got {value!r}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"PPOLossConfig: expected {name} in {choices}, got {getattr(self, name)!r}")
@@ -168,6 +174,17 @@ class PPOLossConfig:
             self._check("ratio_level", self.ratio_level != "off", f"other than 'off' {suffix}")
         if self.objective != "ppo":
             self._check("dual_clip", self.dual_clip is None, f"= None {suffix}")
+        if self.objective in ("sapo", "reinforce"):
+            self._check_unused(("clip_low", "clip_high"), suffix)
+        if self.objective != "sapo":
+            self._check_unused(("tau_positive", "tau_negative"), suffix)
+
+    def _check_unused(self, names: tuple[str, ...], suffix: str) -> None:
+        """Refuse what would have no effect. (An estimator whose coefficient is 0 for now may stay set.)"""
+        for field in fields(PPOLossConfig):
+            if field.name in names:
+                unset = getattr(self, field.name) == field.default
+                self._check(field.name, unset, f"= {field.default} {suffix}, which does not use it")
 
     def _check_behavior(self) -> None:
         if self.behavior_mode == "truncate" and self.behavior_low is not None:

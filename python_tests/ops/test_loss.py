@@ -236,6 +236,8 @@ def test_no_gradient_reaches_other_inputs() -> None:
     batch = {name: x.requires_grad_(x.is_floating_point()) for name, x in make_batch(20).items()}
     ops.ppo_loss(**batch, current_version=CURRENT_VERSION, config=VARIANTS["default"]).loss.backward()
     assert [name for name, x in batch.items() if x.grad is not None and x.grad.any()] == ["logprobs"]
+    batch["logprobs"], batch["entropy"] = batch["logprobs"].detach(), batch["entropy"].detach()
+    assert not ops.ppo_loss(**batch, current_version=CURRENT_VERSION).loss.requires_grad
 
 
 def test_a_second_derivative_raises() -> None:

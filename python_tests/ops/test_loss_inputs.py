@@ -161,6 +161,9 @@ def test_a_reference_without_coefficient_feeds_statistics_only() -> None:
         ({"objective": "gmpo"}, "ratio_level = 'sequence' with objective = 'gmpo', got 'token'"),
         ({"ratio_level": "off"}, "ratio_level other than 'off' with objective = 'ppo'"),
         ({"objective": "sapo", "dual_clip": 3.0}, "dual_clip = None with objective = 'sapo', got 3.0"),
+        ({"objective": "sapo", "clip_low": 0.1}, "clip_low = 0.2 with objective = 'sapo', which does not use it"),
+        ({"objective": "reinforce", "clip_high": 0.1}, "clip_high = None with objective = 'reinforce', which does"),
+        ({"tau_negative": 2.0}, "tau_negative = 1.05 with objective = 'ppo', which does not use it, got 2.0"),
         ({"tau_positive": 0.0}, "tau_positive > 0 and finite, got 0.0"),
         ({"tau_negative": math.inf}, "tau_negative"),
         ({"distill_coef": math.nan}, "distill_coef"),
@@ -183,9 +186,17 @@ def test_a_config_out_of_range_names_the_option(options: dict[str, Any], message
         PPOLossConfig(**options)
 
 
+@pytest.mark.parametrize("options", [{"clip_low": "0.2"}, {"kl_coef": None}, {"dual_clip": True}])
+def test_what_is_no_number_names_the_option(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(TypeError, match=f"PPOLossConfig: expected {name} a number"):
+        PPOLossConfig(**options)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"config": "gspo"}, TypeError, "config a PPOLossConfig, got 'gspo'"),
         (
             {"behavior_logprobs": None, "config": VARIANTS["truncate"]},
             ValueError,

@@ -139,6 +139,7 @@ def evaluate(peer: Peer, inputs: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]
     normalizers = {"rows": rows, "cells": rows * columns, "live_cells": max(live_rows, 1) * columns}
     x = {name: tensor.flatten() for name, tensor in x.items()}
     logprobs = x["logp"].requires_grad_()
+    clip = {"clip_high": 0.28} if peer.options.get("objective") not in ("sapo", "reinforce") else {}
     out = ops.ppo_loss(
         logprobs,
         x[peer.proximal],
@@ -148,7 +149,7 @@ def evaluate(peer: Peer, inputs: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]
         ref_logprobs=x["ref"],
         cu_seqlens=torch.arange(0, rows * columns + 1, columns),
         normalizer=normalizers.get(peer.normalizer),
-        config=PPOLossConfig(**{"clip_high": 0.28, **peer.options}),
+        config=PPOLossConfig(**(clip | peer.options)),
     )
     (grad,) = torch.autograd.grad(out.loss, logprobs)
     return out.loss.detach(), grad
