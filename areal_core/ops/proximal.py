@@ -69,8 +69,9 @@ def interpolate_proximal(
         proximal = current_version - 1 if proximal_version is None else proximal_version
         span = current_version - versions
         known = (versions >= 0) & (span > 0)
-        share = torch.where(known, (proximal - versions) / torch.where(known, span, 1), 0.0).clamp(0, 1)
-        share = share.to(behavior.dtype)
+        wide = torch.promote_types(behavior.dtype, torch.float32)  # the quotient of integers would be float32
+        steps, span = (proximal - versions).to(wide), torch.where(known, span, 1).to(wide)
+        share = torch.where(known, steps / span, 0.0).clamp(0, 1).to(behavior.dtype)
         if method == "linear":
             mixed = torch.logaddexp(behavior + torch.log1p(-share), current + torch.log(share))
         else:

@@ -14,13 +14,15 @@ from areal_core.ops.loss import normalizer_tensor
 
 # The layout of the raw tensor: enum ValueStat of csrc/ops/loss/value_loss.h.
 _STAT_COUNT = 8
+# Of a difference of float64 sums over many tokens, relative to the sums.
+_ROUNDING = 1e-12
 
 
 class ValueLossSummary(NamedTuple):
     """Statistics over live tokens, each a float64 0-d tensor on the device; all 0 when no token is live.
 
     loss is the mean term, whatever normalizer scaled the loss. explained_variance = 1 - Var(return - value) /
-    Var(return); 0 where the returns do not vary.
+    Var(return); 0 where the returns do not vary, which is where their deviation is below a millionth of their size.
     """
 
     loss: Tensor
@@ -60,7 +62,9 @@ class ValueLossStats(NamedTuple):
         """Turn sums into means and variances over live tokens."""
         live = self.raw[0]
         _, loss, clipped, value, target, target_square, error, error_square = (self.raw / live.clamp(min=1)).unbind()
-        target_variance = (target_square - target * target).clamp(min=0)
+        target_variance = target_square - target * target
+        # What rounding leaves of equal returns is not a variance.
+        target_variance = torch.where(target_variance > _ROUNDING * target_square, target_variance, 0.0)
         explained = 1 - (error_square - error * error).clamp(min=0) / target_variance
         return ValueLossSummary(
             loss=loss,
@@ -129,8 +133,8 @@ def value_loss(
     loss, stats, *_ = call(
         torch.ops.areal_core.value_loss.default,
         values.contiguous(),
-        None if old_values is None else old_values.contiguous(),
-        returns.contiguous(),
+        None if old_values is None else old_values.detach().contiguous(),
+        returns.detach().contiguous(),
         loss_mask.to(torch.bool).contiguous(),
         normalizer_tensor(normalizer, values, "value_loss"),
         math.inf if clip is None else float(clip),

@@ -24,6 +24,13 @@ def test_loglinear_interpolation_by_version(dtype: torch.dtype) -> None:
     assert at.tolist() == [-4, -2, -2, -2, -2, -4, -4]
 
 
+def test_interpolation_of_float64_keeps_its_digits() -> None:
+    """A quotient of integer tensors is float32."""
+    ones = torch.ones(3, dtype=torch.float64)
+    out = ops.interpolate_proximal(0 * ones, ones, torch.tensor([0, 1, 2]), current_version=7, proximal_version=5)
+    torch.testing.assert_close(out, torch.tensor([5 / 7, 4 / 6, 3 / 5], dtype=torch.float64), rtol=1e-15, atol=0)
+
+
 def test_linear_interpolation_averages_probabilities() -> None:
     behavior, current = torch.tensor([0.2, 0.2]).log(), torch.tensor([0.6, 0.6]).log()
     out = ops.interpolate_proximal(behavior, current, torch.tensor([1, 2]), current_version=3, method="linear")

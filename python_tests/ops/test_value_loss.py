@@ -140,6 +140,24 @@ def test_variance_of_large_returns_does_not_cancel() -> None:
     assert float(summary.explained_variance) == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.parametrize("count", [3, 7, 5000])
+@pytest.mark.parametrize("constant", [0.1, 1000.1])
+def test_nothing_explains_returns_that_do_not_vary(count: int, constant: float) -> None:
+    """The sums of equal numbers are rounded; what that leaves must not pass for a variance to divide by."""
+    returns = torch.full((count,), constant, dtype=torch.float64)
+    parts = [ops.value_loss(torch.randn(count).double(), None, returns, torch.ones(count)).stats for _ in range(3)]
+    summary = ops.ValueLossStats.merge(parts).finalize()
+    assert float(summary.explained_variance) == 0
+    assert float(summary.return_std) == 0
+
+
+def test_no_gradient_reaches_other_inputs() -> None:
+    batch = make_batch(9)
+    for name in ("old_values", "returns"):
+        batch[name].requires_grad_()
+    assert not ops.value_loss(**batch, clip=0.2).loss.requires_grad
+
+
 def test_opcheck_and_second_derivative() -> None:
     batch = make_batch(20)
     leaf = batch["values"].requires_grad_()
