@@ -52,7 +52,7 @@ class RewardConfig:
         for name in ("scaling", "bias", "overlong_penalty", "kl_coef"):
             _check("RewardConfig", name, math.isfinite(getattr(self, name)), "finite", getattr(self, name))
         _check("RewardConfig", "kl_coef", self.kl_coef >= 0, ">= 0", self.kl_coef)
-        is_interval = self.clip is None or self.clip[0] <= self.clip[1]
+        is_interval = self.clip is None or (len(self.clip) == 2 and self.clip[0] <= self.clip[1])
         _check("RewardConfig", "clip", is_interval, "(low, high) with low <= high", self.clip)
         _check("RewardConfig", "overlong_buffer", self.overlong_buffer >= 0, ">= 0", self.overlong_buffer)
         fits = self.overlong_buffer == 0 or self.max_tokens >= self.overlong_buffer
@@ -126,7 +126,9 @@ def shape_rewards(
         lengths = call(_ops.live_tokens.default, offsets, flat["loss_mask"], count)
         penalty = soft_overlong_penalty(lengths, config.max_tokens, config.overlong_buffer)
         shaped = shaped + (config.overlong_penalty * penalty).to(shaped.dtype)
-    if config.kl_coef != 0:
+    if config.kl_coef == 0:
+        token_rewards = _live_or_zero(op, token_rewards, loss_mask)
+    else:
         assert logprobs is not None
         token_rewards = _token_rewards(tokens, -config.kl_coef, config.kl_estimator).reshape(logprobs.shape)
     return ShapedRewards(shaped, token_rewards)
@@ -237,8 +239,9 @@ class AdaptiveKL:
         """The controller after a batch of so many samples, whose sequences had this KL on average.
 
         Raises:
-            ValueError: a KL that is not a number.
+            ValueError: a KL that is not a number, a negative number of samples.
         """
+        _check("AdaptiveKL", "samples", samples >= 0, ">= 0", samples)
         _check("AdaptiveKL", "kl", not math.isnan(kl), "a number", kl)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * min(samples / self.horizon, 1.0)))
@@ -322,6 +325,16 @@ def turn_ends(loss_mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
 def _check(op: str, name: str, condition: bool, wanted: str, got: object) -> None:
     if not condition:
         raise ValueError(f"{op}: expected {name} {wanted}, got {got!r}")
+
+
+def _live_or_zero(op: str, token_rewards: Tensor | None, loss_mask: Tensor | None) -> Tensor | None:
+    if token_rewards is None or loss_mask is None:
+        return token_rewards
+    if token_rewards.shape != loss_mask.shape:
+        raise ValueError(
+            f"{op}: expected token_rewards of shape {list(loss_mask.shape)}, got {list(token_rewards.shape)}"
+        )
+    return torch.where(loss_mask.to(torch.bool), token_rewards, 0.0)
 
 
 def _token_rewards(tokens: dict[str, Tensor | None], factor: float, estimator: str) -> Tensor:

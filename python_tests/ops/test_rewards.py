@@ -80,6 +80,18 @@ def test_shaping_is_the_composition_of_its_steps() -> None:
     assert_near(shaped.token_rewards, torch.where(mask, process - 0.3 * kl, 0.0), absolute=1e-6, relative=0)
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_masked_tokens_have_no_reward(kl_coef: float) -> None:
+    mask, rewards = torch.tensor([True, False, True]), torch.tensor([1.0, math.nan, 2.0])
+    policies = {"logprobs": rewards, "ref_logprobs": rewards} if kl_coef else {}
+    config = ops.RewardConfig(kl_coef=kl_coef)
+    shaped = ops.shape_rewards(REWARDS, config, loss_mask=mask, token_rewards=rewards, **policies)
+    assert shaped.token_rewards is not None
+    assert shaped.token_rewards.tolist() == [1.0, 0.0, 2.0]
+    with pytest.raises(ValueError, match=r"expected .* of shape \[[23]\], got \[[23]\]"):
+        ops.shape_rewards(REWARDS, config, loss_mask=mask, token_rewards=rewards[:2], **policies)
+
+
 def test_shaping_by_default_does_nothing() -> None:
     shaped = ops.shape_rewards(REWARDS, ops.RewardConfig())
     assert_same_bits(shaped.rewards, REWARDS)
@@ -114,6 +126,8 @@ def test_adaptive_coefficient_follows_its_target() -> None:
     assert controller.update(0.0, 10**9).coef == pytest.approx(0.08)
     with pytest.raises(ValueError, match="kl a number"):
         controller.update(math.nan, 1)
+    with pytest.raises(ValueError, match="samples >= 0, got -1"):
+        controller.update(1.0, -1)
     with pytest.raises(ValueError, match="horizon > 0 and finite"):
         ops.AdaptiveKL(coef=0.1, target=6.0, horizon=0.0)
 
@@ -158,6 +172,7 @@ def test_turns_end_at_their_last_live_token() -> None:
         ({"scaling": math.nan}, "scaling finite"),
         ({"kl_coef": -1.0}, "kl_coef >= 0"),
         ({"clip": (1.0, 0.0)}, "clip .low, high. with low <= high"),
+        ({"clip": (0.0, 1.0, 2.0)}, "clip .low, high. with low <= high"),
         ({"overlong_buffer": -1}, "overlong_buffer >= 0"),
         ({"overlong_buffer": 10, "max_tokens": 5}, "max_tokens >= overlong_buffer = 10, got 5"),
         ({"max_tokens": 5}, "overlong_buffer > 0 with max_tokens"),
