@@ -77,6 +77,23 @@ def sequence_scores(estimator: Estimator, batch: Batch) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
 
 
+def without_offset(estimator: Estimator, batch: Batch, scores: Tensor) -> Tensor:
+    """The scores less the largest of them, where whitening would take an offset off all tokens anyway.
+
+    Rewards far from 0 would cost their float32 tokens the digits that differ. The largest is the same on all ranks.
+    """
+    is_offset_of_tokens = batch.gamma == 1 and not estimator.critic and estimator.length_norm == "none"
+    if not (estimator.whiten and is_offset_of_tokens):
+        return scores
+    known = torch.where(scores.isnan(), -torch.inf, scores)
+    largest = torch.cat([known, known.new_full((1,), -torch.inf)]).amax()
+    if batch.process_group is not None:
+        import torch.distributed as dist
+
+        dist.all_reduce(largest, dist.ReduceOp.MAX, batch.process_group)
+    return scores - torch.where(largest.isfinite(), largest, 0.0)
+
+
 def token_advantages(estimator: Estimator, batch: Batch, scores: Tensor) -> Tensor:
     """[T], the scores spread over the tokens."""
     if estimator.critic:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_core.ops._packed import as_mask, packed_tokens
-from areal_core.ops._scores import Batch, normalized_tokens, sequence_scores, token_advantages
+from areal_core.ops._scores import Batch, normalized_tokens, sequence_scores, token_advantages, without_offset
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "mean_level": ("none", "group", "batch"),
@@ -20,6 +21,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "length_weighted": (False, True),
     "greedy_baseline": (False, True),
     "divide_by_mean": (False, True),
+    "per_reward": (False, True),
     "rescale_by_signal": (False, True),
     "critic": (False, True),
     "discounted": (False, True),
@@ -85,6 +87,9 @@ class Estimator:
     singleton: str = "zero"
 
     def __post_init__(self) -> None:
+        for field in ("k", "eps"):
+            if not isinstance(getattr(self, field), Real):
+                raise TypeError(f"Estimator: expected {field} a number, got {getattr(self, field)!r}")
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"Estimator: expected {field} in {choices}, got {getattr(self, field)!r}")
@@ -103,12 +108,19 @@ class Estimator:
             ("divide_by_mean", self.divide_by_mean and self.std_level != "none", "no std_level"),
             ("k", self.k > 0 and not (grouped_mean and plain), "mean_level = 'group' and its plain mean"),
             ("k", self.k > 0 and self.std_level == "batch", "std_level 'group' or 'none'"),
+            ("rescale_by_signal", self.rescale_by_signal and not self.is_relative, "a mean_level or std_level"),
+            ("rescale_by_signal", self.rescale_by_signal and self.k > 0, "k = 0"),
             ("critic", self.critic and self.kl not in ("none", "to_go"), "kl 'none' or 'to_go'"),
             ("discounted", self.discounted and not self.is_scan, "a critic or kl = 'to_go'"),
             ("length_norm", self.length_norm != "none" and self.is_scan, "neither critic nor kl = 'to_go'"),
         ):
             if is_wrong:
                 raise ValueError(f"Estimator: expected {wanted} with {field} = {getattr(self, field)!r}")
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the score of a sequence depends on other sequences."""
+        return (self.mean_level, self.std_level) != ("none", "none")
 
     @property
     def is_scan(self) -> bool:
@@ -164,9 +176,12 @@ def register_estimator(name: str, estimator: Estimator) -> None:
     """Give an estimator a name for compute_advantages, in this process.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, or empty.
+        TypeError: anything but a str and an Estimator.
     """
-    if name in _ESTIMATORS:
+    if not isinstance(name, str) or not isinstance(estimator, Estimator):
+        raise TypeError(f"register_estimator: expected a str and an Estimator, got {name!r} and {estimator!r}")
+    if not name or name in _ESTIMATORS:
         raise ValueError(f"register_estimator: expected a new name, got {name!r}, one of {estimators()}")
     _ESTIMATORS[name] = estimator
 
@@ -294,7 +309,7 @@ def compute_advantages(
         **flat,
     )
     _check_sizes(batch)
-    scores = sequence_scores(estimator, batch)
+    scores = without_offset(estimator, batch, sequence_scores(estimator, batch))
     advantages = token_advantages(estimator, batch, scores)
     if estimator.whiten:
         advantages = normalized_tokens(estimator, batch, scores, advantages)
@@ -327,6 +342,9 @@ def _check_sizes(batch: Batch) -> None:
             raise ValueError(f"compute_advantages: expected {name} on {batch.rewards.device}, got {tensor.device}")
     if not -math.inf < batch.beta < math.inf:
         raise ValueError(f"compute_advantages: expected beta finite, got {batch.beta}")
+    for name, number in (("gamma", batch.gamma), ("lam", batch.lam)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"compute_advantages: expected {name} in [0, 1], got {number}")
 
 
 _OPTIONS = (
@@ -346,6 +364,8 @@ _OPTIONS = (
 
 
 def _resolve(name: str | Estimator, options: dict[str, Any]) -> Estimator:
+    if not isinstance(name, (str, Estimator)):
+        raise TypeError(f"compute_advantages: expected a name or an Estimator, got {name!r}")
     if isinstance(name, str) and name not in _ESTIMATORS:
         raise ValueError(f"compute_advantages: expected name in {estimators()}, got {name!r}")
     for option in options:

@@ -56,6 +56,19 @@ def test_float32_rewards_near_1000_keep_their_spread(level: str, whiten: bool) -
     assert_near(out, (wide - wide.mean()) / wide.std(), absolute=1e-6, relative=1e-6)
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitening_keeps_the_kl_of_float32_tokens_whose_rewards_are_near_1000(name: str) -> None:
+    """As float32 numbers near 1000 the tokens of a sequence would lose most of the KL between them."""
+    torch.manual_seed(0)
+    logprobs = -torch.rand(64, 50)
+    inputs = {"rewards": 1000 + 0.1 * torch.randn(64), "logprobs": logprobs, "ref_logprobs": logprobs - 0.1}
+    inputs["ref_logprobs"] += 0.1 * torch.randn(64, 50)
+    ids = torch.arange(64) // 8
+    out = ops.compute_advantages(name, **inputs, group_ids=ids, beta=0.05)
+    wide = ops.compute_advantages(name, **{k: x.double() for k, x in inputs.items()}, group_ids=ids, beta=0.05)
+    assert_near(out, wide, absolute=5e-6, relative=1e-5)
+
+
 def test_terminal_rewards_land_on_the_last_live_token() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
     placed = ops.discounted_returns(
@@ -177,6 +190,9 @@ def test_every_instruction_set_matches_the_definition(isa: str, estimator: str) 
         ({"leave_one_out": True}, "a mean_level with leave_one_out"),
         ({"leave_one_out_std": True, "std_level": "batch"}, "std_level = 'group' with leave_one_out_std"),
         ({"length_weighted": True}, "mean_level = 'group' with length_weighted"),
+        ({"rescale_by_signal": True}, "a mean_level or std_level with rescale_by_signal"),
+        ({"rescale_by_signal": True, "mean_level": "group", "k": 2}, "k = 0 with rescale_by_signal"),
+        ({"per_reward": "yes"}, r"per_reward in \(False, True\), got 'yes'"),
         ({"critic": True, "kl": "token"}, "kl 'none' or 'to_go' with critic"),
         ({"discounted": True}, "a critic or kl = 'to_go' with discounted"),
         ({"critic": True, "length_norm": "group"}, "neither critic nor kl = 'to_go' with length_norm"),
@@ -185,6 +201,14 @@ def test_every_instruction_set_matches_the_definition(isa: str, estimator: str) 
 def test_declarations_that_contradict_themselves_are_refused(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="Estimator: expected " + message):
         ops.Estimator(**parts)
+
+
+def test_what_is_no_number_and_no_estimator_raises_type_error() -> None:
+    for parts in ({"k": "3"}, {"eps": None}):
+        with pytest.raises(TypeError, match=r"Estimator: expected .* a number"):
+            ops.Estimator(**parts)
+    with pytest.raises(TypeError, match="expected a name or an Estimator, got 5"):
+        ops.compute_advantages(5, rewards=torch.zeros(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +220,7 @@ def test_declarations_that_contradict_themselves_are_refused(parts: dict[str, An
         ("orz", {"gamma": 0.9}, "gamma = 1 with orz"),
         ("reinforce_kl", {"lam": 0.9}, "lam = 1 with reinforce_kl"),
         ("reinforce_kl", {"gamma": 1.5}, r"gamma in \[0, 1\]"),
+        ("ppo", {"lam": -0.5}, r"lam in \[0, 1\], got -0.5"),
         ("reinforce_kl", {"gamma": 0.5, "length_norm": "group"}, "neither critic nor kl"),
         ("dr_grpo", {"k": 3}, "no k with dr_grpo"),
         ("orz", {"kl_estimator": "k3"}, "no kl_estimator with orz"),

@@ -1,6 +1,7 @@
 """Every named estimator against the table it comes from, and what holds for all of them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,17 @@ def test_a_new_estimator_is_a_declaration() -> None:
     assert "lite_ppo" in ops.estimators()
     with pytest.raises(ValueError, match="expected a new name, got 'lite_ppo'"):
         ops.register_estimator("lite_ppo", lite_ppo)
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator", "error"),
+    [("", ops.Estimator(), ValueError), (3, ops.Estimator(), TypeError), ("new", {"mean_level": "group"}, TypeError)],
+)
+def test_what_is_no_estimator_gets_no_name(name: Any, estimator: Any, error: type[Exception]) -> None:
+    known = ops.estimators()
+    with pytest.raises(error, match="register_estimator: expected"):
+        ops.register_estimator(name, estimator)
+    assert ops.estimators() == known
 
 
 @pytest.mark.parametrize("name", ["dapo", "maxrl", "opo", "orz", "reinforce_pp_baseline"])  # others: op_samples.py
