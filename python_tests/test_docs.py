@@ -1,5 +1,6 @@
 """The Python code of the documentation runs as it stands."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,16 @@ def test_ops_guide_names_every_function() -> None:
     text = GUIDE.read_text()
     missing = [name for name in ops.__all__ if name.islower() and name not in text]
     assert not missing
+
+
+def test_ops_guide_explains_every_setting_and_statistic() -> None:
+    """Each in backticks; `name_k1`, `_k3` stands for two."""
+    from areal_core import ops
+
+    settings = (ops.Estimator, ops.RewardConfig, ops.AdaptiveKL, ops.PPOLossConfig)
+    statistics = (ops.PPOLossSummary, ops.ValueLossSummary)
+    names = {field.name for config in settings for field in dataclasses.fields(config)}
+    names |= {name.replace("_k3", "_k1") for summary in statistics for name in summary._fields}
+    written = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", GUIDE.read_text()))))
+    written |= set(re.findall(r"\w+", "".join(re.findall(r"(?m)^    .*$", GUIDE.read_text()))))  # the formulas
+    assert names <= written, f"not in docs/ops.md: {sorted(names - written)}"
