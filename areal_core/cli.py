@@ -19,7 +19,7 @@ _OVERRIDES = "key=value overrides of the configuration, e.g. rollout.eta=1 train
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, and turn expected errors into one line on stderr and exit code 2."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -31,6 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ArealError, FileExistsError, FileNotFoundError, ValueError) as error:
         print(f"areal-core {args.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse `argv`; overrides may stand on both sides of an option, which argparse alone does not allow."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any("=" not in text or text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
