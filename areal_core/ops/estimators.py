@@ -161,15 +161,13 @@ def estimators() -> list[str]:
     return sorted(_ESTIMATORS)
 
 
-def get_estimator(name: str) -> Estimator:
-    """The declaration of a name.
+def get_estimator(name: str, **options: Any) -> Estimator:
+    """The declaration of a name, with parts of it replaced by the options that `compute_advantages` takes.
 
     Raises:
-        ValueError: an unknown name; the text lists the known ones.
+        ValueError: an unknown name or option (the text lists the known ones), an option that would be ignored.
     """
-    if name not in _ESTIMATORS:
-        raise ValueError(f"get_estimator: expected name in {estimators()}, got {name!r}")
-    return _ESTIMATORS[name]
+    return _resolve(name, options, "get_estimator")
 
 
 def register_estimator(name: str, estimator: Estimator) -> None:
@@ -363,14 +361,14 @@ _OPTIONS = (
 )
 
 
-def _resolve(name: str | Estimator, options: dict[str, Any]) -> Estimator:
+def _resolve(name: str | Estimator, options: dict[str, Any], user: str = "compute_advantages") -> Estimator:
     if not isinstance(name, (str, Estimator)):
-        raise TypeError(f"compute_advantages: expected a name or an Estimator, got {name!r}")
+        raise TypeError(f"{user}: expected a name or an Estimator, got {name!r}")
     if isinstance(name, str) and name not in _ESTIMATORS:
-        raise ValueError(f"compute_advantages: expected name in {estimators()}, got {name!r}")
+        raise ValueError(f"{user}: expected name in {estimators()}, got {name!r}")
     for option in options:
         if option not in _OPTIONS:
-            raise ValueError(f"compute_advantages: expected options among {list(_OPTIONS)}, got {option!r}")
+            raise ValueError(f"{user}: expected options among {list(_OPTIONS)}, got {option!r}")
     declared = _ESTIMATORS[name] if isinstance(name, str) else name
     parts = {**asdict(declared), **options}
     has_mean, has_std = parts["mean_level"] != "none", parts["std_level"] != "none"
@@ -387,9 +385,7 @@ def _resolve(name: str | Estimator, options: dict[str, Any]) -> Estimator:
     }
     for option, value in options.items():
         if not uses.get(option, True):
-            raise ValueError(
-                f"compute_advantages: expected no {option} with {name}, which does not use it, got {value}"
-            )
+            raise ValueError(f"{user}: expected no {option} with {name}, which does not use it, got {value}")
     return replace(declared, **options)
 
 

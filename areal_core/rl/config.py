@@ -171,6 +171,11 @@ class Config:
                 "reference.path: expected null without advantage.beta, reward.kl_coef or loss.kl_coef, "
                 f"got {self.reference.path!r}"
             )
+        if not self.needs_critic:
+            for item in dataclasses.fields(CriticConfig):
+                value = getattr(self.critic, item.name)
+                expected = f"{item.default} with advantage.name={self.advantage.name}, which has no critic"
+                _require(value == item.default, f"critic.{item.name}", expected, value)
         if self.loss.m2po_threshold is not None and self.loss.proximal != "recompute":
             raise ConfigError(f"loss.proximal: expected recompute with loss.m2po_threshold, got {self.loss.proximal!r}")
 

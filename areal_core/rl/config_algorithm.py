@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_core import ops
-from areal_core.ops import PPOLossConfig, estimators
+from areal_core.errors import ConfigError
+from areal_core.ops import PPOLossConfig, estimators, get_estimator
 from areal_core.rl.config_checks import require as _require
 
 __all__ = ["AdvantageConfig", "CriticConfig", "LossConfig", "ReferenceConfig", "RewardConfig", "TeacherConfig"]
@@ -128,3 +130,17 @@ class AdvantageConfig:
         _require(self.name in estimators(), "advantage.name", f"one of {', '.join(estimators())}", self.name)
         for key in ("gamma", "lam"):
             _require(0 <= getattr(self, key) <= 1, f"advantage.{key}", "in [0, 1]", getattr(self, key))
+        _require(math.isfinite(self.beta), "advantage.beta", "a finite number", self.beta)
+        try:
+            estimator = get_estimator(self.name, **self.options)
+        except (TypeError, ValueError) as error:  # "get_estimator: expected <what>, got ..."
+            raise ConfigError(f"advantage.options: {str(error).partition(': ')[2] or error}") from None
+        uses = {
+            "beta": (0.0, estimator.kl != "none"),
+            "gamma": (1.0, estimator.discounted),
+            "lam": (1.0, estimator.discounted and estimator.critic),
+        }
+        for key, (neutral, used) in uses.items():
+            value = getattr(self, key)
+            expected = f"{neutral:g} with advantage.name={self.name}, which does not use it"
+            _require(used or value == neutral, f"advantage.{key}", expected, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,21 @@ from areal_core.rl.config import Config
 __all__ = ["build_config", "load_config", "save_config"]
 
 _T = TypeVar("_T")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 where 1.1 surprises: only true and false are truth values (`off` is a text), and 1e-5 is a number."""
+
+
+_RESOLVERS = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.yaml_implicit_resolvers = _RESOLVERS
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"]
+)
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -51,7 +67,7 @@ def save_config(config: Config, path: str | Path) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a safe loader
     except FileNotFoundError:
         raise ConfigError(f"config: expected an existing file, got {str(path)!r}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -68,7 +84,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError(f"override: expected key=value, got {override!r}")
     try:
-        value = yaml.safe_load(text) if text else None
+        value = yaml.load(text, _Loader) if text else None
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: not a valid YAML value: {text!r} ({error})") from None
     node = values
@@ -82,10 +98,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _build(cls: type[_T], values: Any, prefix: str) -> _T:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.')}: expected a mapping, got {values!r}")
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.')}: expected a mapping, got {values!r}; its keys: {', '.join(names)}")
     for key in values:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
@@ -125,7 +141,7 @@ def _coerce(hint: Any, value: Any, key: str) -> Any:
 
 
 def _number(value: Any, key: str) -> float:
-    # YAML 1.1 reads 1e-4 and inf as texts.
+    # YAML reads inf as a text.
     number = math.nan
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:

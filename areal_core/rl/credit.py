@@ -22,7 +22,7 @@ class CreditAssigner:
 
     def __init__(self, config: Config) -> None:
         self._config = config.advantage
-        self._estimator = ops.get_estimator(config.advantage.name)
+        self._estimator = ops.get_estimator(config.advantage.name, **config.advantage.options)
         shaping = {f.name: getattr(config.reward, f.name) for f in fields(ops.RewardConfig)}
         self._shaping = ops.RewardConfig(**shaping)
         self._target = config.reward
@@ -31,13 +31,11 @@ class CreditAssigner:
     @property
     def drops_zero_variance(self) -> bool:
         """Whether groups of equal rewards stay out of the update: as configured, or where they get no advantage."""
-        config = self._config
+        config, estimator = self._config, self._estimator
         if config.drop_zero_variance is not None:
             return config.drop_zero_variance
-        mean_level = config.options.get("mean_level", self._estimator.mean_level)
-        whitened = config.options.get("whiten", self._estimator.whiten)
-        shaped = self._shaping.kl_coef != 0 or self._shaping.overlong_buffer > 0
-        return mean_level == "group" and not (self._estimator.critic or whitened or config.beta != 0 or shaped)
+        shaped = self._shaping.kl_coef != 0 or self._shaping.overlong_buffer > 0 or config.beta != 0
+        return estimator.mean_level == "group" and not (estimator.critic or estimator.whiten or shaped)
 
     def assign(
         self,

@@ -81,7 +81,7 @@ class Evaluator:
 
 def evaluate_model(config: Config) -> dict[str, float]:
     """Evaluate `config.model` on `config.task` as `config.evaluate` says, outside a run; metric name -> value."""
-    model = load_model(resolve_model(config.model.path))
+    model = load_model(resolve_model(config.model.path, "model.path"))
     workflow = SingleTurnWorkflow(
         get_task(config.task.name, **config.task.options),
         load_tokenizer(resolve_model(config.model.path)),

@@ -21,7 +21,8 @@ def load_frozen(config: Config, policy: PackedDecoder) -> dict[str, PackedDecode
         paths["reference"] = config.reference.path or config.model.path
     if config.teacher.path is not None:
         paths["teacher"] = config.teacher.path
-    models = {name: load_model(resolve_model(path)).requires_grad_(False) for name, path in paths.items()}
+    folders = {name: resolve_model(path, f"{name}.path") for name, path in paths.items()}
+    models = {name: load_model(folder).requires_grad_(False) for name, folder in folders.items()}
     for name, model in models.items():
         if model.config.vocab_size != policy.config.vocab_size:
             raise ConfigError(

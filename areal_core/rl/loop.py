@@ -98,7 +98,7 @@ class Run:
         saved = load_latest(self.checkpoints, warnings.append) if resume else None
         if resume and saved is None:
             raise CheckpointError(f"{self.checkpoints}: no checkpoint to resume from")
-        self.version, state, model_dir = saved or (0, {}, resolve_model(config.model.path))
+        self.version, state, model_dir = saved or (0, {}, resolve_model(config.model.path, "model.path"))
         config.check_resumes(state.get("identity", {}))
         self.tokenizer = load_tokenizer(model_dir)
         self.model = load_model(model_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from areal_core.tasks.base import Problem, Task
@@ -20,7 +21,11 @@ def get_task(name: str, **options: Any) -> Task:
     tasks: dict[str, Callable[..., Task]] = {"chain_arithmetic": ChainArithmetic, "jsonl": JsonlTask}
     if name not in tasks:
         raise ValueError(f"get_task: expected a task among {', '.join(tasks)}, got {name!r}")
+    known = list(signature(tasks[name]).parameters)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"get_task: expected options of {name} among {', '.join(known)}, got {option!r}")
     try:
         return tasks[name](**options)
-    except TypeError as error:
+    except TypeError as error:  # an option that is missing
         raise ValueError(f"get_task: {name}: {error}") from error

@@ -1,5 +1,6 @@
 """Every named estimator against the table it comes from, and what holds for all of them."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -184,3 +185,13 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()  # the names share code, whose recompilations are limited
     compiled = torch.compile(advantages, fullgraph=True, backend="eager")
     assert_same_bits(compiled(batch), advantages(batch))
+
+
+def test_get_estimator_replaces_parts_as_compute_advantages_does() -> None:
+    assert ops.get_estimator("grpo_r1", ddof=0) == dataclasses.replace(ops.get_estimator("grpo_r1"), ddof=0)
+    with pytest.raises(ValueError, match=r"get_estimator: expected options among .*, got 'critic'"):
+        ops.get_estimator("grpo_r1", critic=True)
+    with pytest.raises(ValueError, match="get_estimator: expected no ddof with rloo, which does not use it, got 0"):
+        ops.get_estimator("rloo", ddof=0)
+    with pytest.raises(ValueError, match=r"get_estimator: expected name in .*, got 'grpo'"):
+        ops.get_estimator("grpo")

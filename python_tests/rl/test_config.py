@@ -1,10 +1,14 @@
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from areal_core.errors import ConfigError
 from areal_core.rl.config import Config
 from areal_core.rl.config_file import build_config, load_config, save_config
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_defaults_need_no_file():
@@ -44,6 +48,7 @@ def test_saved_config_repeats_the_run(tmp_path):
         ("rollout.group_size=true", "rollout.group_size: expected a whole number, got True"),
         ("rollout=3", "rollout: expected a mapping, got 3"),
         ("loss.proximal=stale", "loss.proximal: expected one of recompute, loglinear, behavior, got 'stale'"),
+        ("loss=gspo", "loss: expected a mapping, got 'gspo'; its keys: clip_low, clip_high,"),
         ("loss.clip_low=2", "loss: expected clip_low in [0, 1], got 2.0"),
         ("advantage.gamma=2", "advantage.gamma: expected in [0, 1], got 2.0"),
         ("train.betas=[0.9]", "train.betas: expected 2 values, got [0.9]"),
@@ -65,6 +70,37 @@ def test_mistakes_name_their_key(override, text):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert str(caught.value).startswith(text)
+
+
+def test_yaml_has_two_truth_values_and_short_floats(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("loss: {objective: reinforce, ratio_level: off}\nadvantage: {options: {eps: 1e-5}}\n")
+    config = load_config(path, ["telemetry.trace=False", "task.options.scale=-2.5E+3"])
+    assert config.loss.ratio_level == "off"
+    assert config.advantage.options == {"eps": 1e-5}
+    assert config.telemetry.trace is False
+    assert config.task.options == {"scale": -2500.0}
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+    with pytest.raises(ConfigError, match=r"telemetry\.trace: expected true or false, got 'off'"):
+        load_config(None, ["telemetry.trace=off"])
+
+
+OVERRIDES = re.compile(r"^ {4}((?:[a-z]\w*(?:\.\w+)*=\S+ *)+)(?:#.*)?$", re.MULTILINE)
+
+
+def test_documented_settings_are_valid():
+    """Every line of overrides in the guide, as a user would paste it."""
+    lines = OVERRIDES.findall((ROOT / "docs" / "configuration.md").read_text())
+    assert len(lines) >= 10
+    for line in lines:
+        load_config(None, line.split())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_are_valid_and_keep_to_a_folder_of_their_own(path):
+    config = load_config(path)
+    assert config.run_dir == f"runs/{path.stem}"
 
 
 def test_bad_files_are_named(tmp_path):
@@ -100,6 +136,21 @@ def test_something_must_pace_sampling():
         (["loss.proximal=behavior", "loss.behavior_level=sequence"], "loss.proximal: expected recompute or loglinear"),
         (["reward.kl_target=1"], "reward.kl_coef: expected > 0 with kl_target, got 0.0"),
         (["advantage.name=grpo"], "advantage.name: expected one of dapo, dr_grpo"),
+        (["advantage.options.foo=1"], "advantage.options: expected options among ['ddof', 'eps',"),
+        (["advantage.options.ddof=3"], "advantage.options: expected ddof in (0, 1), got 3"),
+        (["advantage.options.eps=x"], "advantage.options: "),
+        (["advantage.name=rloo", "advantage.options.ddof=0"], "advantage.options: expected no ddof with rloo, which"),
+        (["advantage.name=rloo", "advantage.gamma=0.9"], "advantage.gamma: expected 1 with advantage.name=rloo, which"),
+        (
+            ["advantage.lam=0.9"],
+            "advantage.lam: expected 1 with advantage.name=grpo_r1, which does not use it",
+        ),
+        (
+            ["advantage.name=orz", "advantage.beta=1"],
+            "advantage.beta: expected 0 with advantage.name=orz, which",
+        ),
+        (["advantage.beta=inf"], "advantage.beta: expected a finite number, got inf"),
+        (["critic.warmup_steps=1"], "critic.warmup_steps: expected 0 with advantage.name=grpo_r1, which has no critic"),
         (["critic.learning_rate=0"], "critic.learning_rate: expected > 0, got 0.0"),
     ],
 )
