@@ -27,6 +27,19 @@ _SETTINGS = (
     ("mini-batches", "train.minibatches"),
     ("seed", "seed"),
 )
+_SETTINGS_IF_CHANGED = (  # shown where they differ from what stands here
+    ("discount", "advantage.gamma", 1),
+    ("λ of GAE", "advantage.lam", 1),
+    ("KL in the advantage", "advantage.beta", 0),
+    ("KL in the reward", "reward.kl_coef", 0),
+    ("KL in the loss", "loss.kl_coef", 0),
+    ("reference", "reference.path", None),
+    ("ratio", "loss.ratio_level", "token"),
+    ("aggregation", "loss.aggregation", "token_mean"),
+    ("entropy bonus", "loss.entropy_coef", 0),
+    ("distillation", "loss.distill_coef", 0),
+    ("teacher", "teacher.path", None),
+)
 
 
 _RUN_STATES = frozenset(
@@ -68,6 +81,11 @@ def gather_facts(run: RunData) -> list[Fact]:
 def gather_settings(run: RunData) -> list[tuple[str, str]]:
     """The settings a reader asks for first, as far as the configuration has them."""
     found = [(label, run.setting(key)) for label, key in _SETTINGS]
+    for label, key, default in _SETTINGS_IF_CHANGED:
+        value = run.setting(key)
+        found += [(label, value)] if value != default else []
+    if run.values("critic/loss"):
+        found.append(("learning rate of the critic", run.setting("critic.learning_rate")))
     return [(label, _setting_text(value)) for label, value in found if value is not None]
 
 

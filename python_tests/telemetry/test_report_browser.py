@@ -1,5 +1,6 @@
 """Opens reports in a headless Chromium, when there is one: the scripts run through, draw, and log no error."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -48,6 +49,26 @@ def test_a_finished_run(tmp_path, width):
     assert dom.count("<canvas") == 2
     assert dom.count('class="share-bar"') == 2
     assert 'class="token' in dom
+
+
+def test_a_critic_and_a_reference_have_panels(tmp_path):
+    write_synthetic_run(tmp_path / "run", 20)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    more = {
+        "critic/loss": 0.1,
+        "critic/grad_norm": 2.0,
+        "reward/kl_per_response": 3.0,
+        "loss/kl_current_reference": 0.0,
+    }
+    rows = [json.loads(line) | more for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    dom, console = open_page(write_report(tmp_path / "run"), tmp_path / "profile")
+    assert console == []
+    titles = re.findall(r"<figcaption[^>]*><span>([^<]*)", dom)
+    assert "Value loss" in titles
+    assert "KL to the reference, nats per response" in titles
+    assert "KL to the reference, nats per token" not in titles, "the loss has no such term: 0 in every step"
+    assert "of the critic" in dom
 
 
 # Touches everything a reader can touch, then leaves a mark with what the clicks should have changed.

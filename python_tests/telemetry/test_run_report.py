@@ -70,6 +70,18 @@ def test_settings_are_short(tmp_path):
     assert gather_settings(read_run(tmp_path)) == [("η", "4"), ("learning rate", "2e-05"), ("seed", "3")]
 
 
+def test_settings_show_what_was_changed_and_the_critic_where_there_was_one(tmp_path):
+    unchanged = "gamma: 1.0, lam: 1.0, beta: 0.0"
+    (tmp_path / "config.yaml").write_text(
+        f"advantage: {{name: ppo, {unchanged}}}\nreward: {{kl_coef: 0.01}}\nreference: {{path: null}}\n"
+        "loss: {ratio_level: sequence, aggregation: token_mean}\ncritic: {learning_rate: 0.001}\n"
+    )
+    expected = [("advantages", "ppo"), ("KL in the reward", "0.01"), ("ratio", "sequence")]
+    assert gather_settings(read_run(tmp_path)) == expected
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/loss": 0.5}\n')
+    assert gather_settings(read_run(tmp_path)) == [*expected, ("learning rate of the critic", "0.001")]
+
+
 def test_time_shares_add_up(finished):
     run = read_run(finished)
     assert sum(trainer_seconds(run).values()) == pytest.approx(run.wall_time_s, rel=1e-3)

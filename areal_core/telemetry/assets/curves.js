@@ -26,9 +26,13 @@ const PANELS = {
       ["loss/behavior_capped_fraction", "behaviour weight capped", "--c2"]] },
     { title: "KL divergence, nats per token", zero: true, lines: [["loss/kl_proximal_behavior", "proximal to behaviour", "--c1"],
       ["loss/kl_current_proximal", "current to proximal", "--c4"]] },
+    { title: "KL to the reference, nats per token", zero: true, unless_zero: true, lines: [["loss/kl_current_reference", "mean", "--c2"]] },
+    { title: "KL to the reference, nats per response", zero: true, lines: [["reward/kl_per_response", "mean", "--c2"]] },
     { title: "Behaviour weight", log: "auto", lines: [["loss/behavior_weight_mean", "mean", "--c1"], ["loss/behavior_weight_max", "largest", "--c2"]] },
     { title: "Ratio to the proximal policy", log: "auto", lines: [["loss/ratio_mean", "mean", "--c1"], ["loss/ratio_max", "largest", "--c2"]] },
-    { title: "Gradient norm", zero: true, lines: [["optim/grad_norm", "before clipping", "--c3"]] },
+    { title: "Gradient norm", zero: true, lines: [["optim/grad_norm", "before clipping", "--c3"],
+      ["critic/grad_norm", "of the critic", "--c5"]] },
+    { title: "Value loss", zero: true, lines: [["critic/loss", "critic", "--c5"]] },
     { title: "Learning rate", zero: true, lines: [["optim/learning_rate", "", "--c4"]] },
   ],
 };
@@ -55,7 +59,7 @@ function startCurves() {
 }
 
 function addChart(parent, spec) {
-  const lines = spec.lines.filter(([key]) => DATA.curves.values[key]);
+  const lines = spec.lines.filter(([key]) => DATA.curves.values[key] && !(spec.unless_zero && DATA.curves.values[key].every((value) => !value)));
   if (lines.length) view.charts.push(new Chart(parent, spec, lines));
 }
 
