@@ -1,7 +1,9 @@
 """The fused LM head against matmul and log-softmax: forward and backward, time and memory, masked tokens included.
 
 The others multiply all tokens; ours multiply the live ones. FLOPs are those of three products over the live tokens,
-what linear_ppo_loss needs and linear_logprob exceeds by a third (it computes logits twice).
+what linear_ppo_loss needs and linear_logprob exceeds by up to a third (it computes logits twice, but for the last
+chunk). Bytes are those of the live hidden states, the weight and what there is per row, read once, and of the
+gradients, written once: no logits need to reach memory.
 
     python bench/bench_linear_logprob.py --tokens 1024 --vocab 151936 --hidden 896 --live 0.5 --threads 1
 """
@@ -167,10 +169,17 @@ def policy_loss_case(bench: Bench, p: Problem, title: str) -> None:
         f"{title}: policy loss, forward and backward",
         {name: partial(gradients, loss, p) for name, loss in losses.items()},
         check=check,
+        read_bytes=p.live * width * p.hidden.element_size() + p.weight.nbytes + per_row_bytes(p),
+        written_bytes=p.hidden.nbytes + p.weight.nbytes,
         flops=6 * p.live * vocab * width,
         flops_dtype=p.hidden.dtype if p.hidden.is_cuda else torch.float32,
     )
     assert_bounded_memory(rows, p)
+
+
+def per_row_bytes(p: Problem) -> int:
+    """Labels, mask and the inputs of the loss."""
+    return sum(x.nbytes for x in (p.labels, p.mask, p.proximal, p.advantages))
 
 
 def assert_bounded_memory(rows: dict[str, dict[str, Any]], p: Problem) -> None:

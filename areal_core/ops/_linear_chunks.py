@@ -83,21 +83,38 @@ def live_indices(op: str, live: Tensor, live_tokens: int | None) -> Tensor:
         if live_tokens is not None and len(index) > live_tokens:
             raise ValueError(f"{op}: expected live_tokens >= {len(index)} (number of live rows), got {live_tokens}")
         return index
-    size = len(live) if live_tokens is None else min(live_tokens, len(live))
-    return torch.nonzero_static(live, size=size, fill_value=len(live)).squeeze(1)
+    return torch.nonzero_static(live, size=live_places(live, live_tokens), fill_value=len(live)).squeeze(1)
+
+
+def live_places(live: Tensor, live_tokens: int | None) -> int:
+    """How many indices live_indices gives."""
+    if counts_rows(live.device):
+        return int(live.sum())
+    return len(live) if live_tokens is None else min(live_tokens, len(live))
 
 
 def split(index: Tensor, vocab: int, chunk_tokens: int | None) -> Sequence[Tensor]:
-    """Cut into chunks of equal length, as few as chunk_tokens (None: chosen for the machine) allows."""
-    if len(index) == 0:
-        return ()
+    """Cut into chunks of equal length, the last of which may be shorter."""
+    length = chunk_length(len(index), vocab, chunk_tokens, index.device)
+    return torch.split(index, length) if length else ()
+
+
+def chunk_length(rows: int, vocab: int, chunk_tokens: int | None, device: torch.device) -> int:
+    """The length of equal chunks, as few as chunk_tokens (None: chosen for the machine) allows."""
+    if rows == 0:
+        return 0
     if chunk_tokens is None:
-        kind = index.device.type if index.device.type in _CHUNK_BYTES else "cuda"
+        kind = device.type if device.type in _CHUNK_BYTES else "cuda"
         low, high = _CHUNK_LIMITS[kind]
         fitting = _CHUNK_BYTES[kind] // (4 * max(vocab, 1)) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
         chunk_tokens = min(max(fitting, low), high)
-    chunks = -(-len(index) // chunk_tokens)
-    return torch.split(index, -(-len(index) // chunks))
+    chunks = -(-rows // chunk_tokens)
+    return -(-rows // chunks)
+
+
+def longest(chunks: Sequence[Tensor]) -> int:
+    """Length of the longest chunk."""
+    return max((len(chunk) for chunk in chunks), default=0)
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
@@ -108,15 +125,18 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 class ChunkedLinear:
     """hidden @ weight.T + bias for chunks of rows, and the products of backward."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype) -> None:
-        """Products on a GPU take operands of operand_dtype."""
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype, logits: Tensor | int
+    ) -> None:
+        """Products on a GPU take operands of operand_dtype; `logits`: a buffer for those of any chunk, or its rows."""
         self.dtype = row_dtype(operand_dtype)
         self.operand_dtype = self.dtype if widens_operands(hidden.device) else operand_dtype
         self.hidden = hidden
         self.bias = None if bias is None else bias.to(self.dtype)
         self._widens = widens_operands(hidden.device) and weight.dtype != self.operand_dtype
         self.weight = weight if self._widens else weight.to(self.operand_dtype)
-        self._buffer = hidden.new_empty(0)
+        size = 0 if isinstance(logits, Tensor) else logits * len(weight)
+        self.buffer = logits if isinstance(logits, Tensor) else hidden.new_empty(size, dtype=self.dtype)
 
     def operand(self, index: Tensor) -> Tensor:
         """The rows of hidden, as the products take them; zeros in spare places."""
@@ -126,15 +146,17 @@ class ChunkedLinear:
         return chunk
 
     def logits(self, operand: Tensor) -> Tensor:
-        """Logits [C, V] of a chunk, in a buffer that the next call overwrites."""
-        shape = (len(operand), len(self.weight))
-        if self._buffer.numel() < shape[0] * shape[1]:  # the first chunk is the longest
-            self._buffer = operand.new_empty(shape[0] * shape[1], dtype=self.dtype)
-        out = self._buffer[: shape[0] * shape[1]].view(shape)
+        """Logits [C, V] of a chunk, in the buffer, which the next call overwrites."""
+        out = self.last_logits(operand)
         for begin, end, weight in self._blocks():
             bias = None if self.bias is None else self.bias[begin:end]
             _multiply(operand, weight.t(), out[:, begin:end], bias)
         return out
+
+    def last_logits(self, operand: Tensor) -> Tensor:
+        """What `logits` gave for the chunk, where it was the last to use the buffer."""
+        shape = (len(operand), len(self.weight))
+        return self.buffer[: shape[0] * shape[1]].view(shape)
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
         """grad_logits @ weight, for grad_logits as an operand."""

@@ -17,6 +17,7 @@ from areal_core.ops._linear_chunks import (
     RowOutputs,
     Rows,
     live_indices,
+    longest,
     row_dtype,
     split,
     take,
@@ -36,7 +37,10 @@ class TokenLoss(NamedTuple):
     inputs: Sequence[Tensor | None]  # per row: proximal, advantages, behavior, reference, teacher, keep_mask
     normalizer: Tensor
     options: Sequence[float]  # the scalar arguments, integers among them
-    cu_seqlens: Tensor | None = None  # for a statistic
+    # Of all rows, for statistics:
+    versions: Tensor | None = None
+    current_version: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     def at(self, index: Tensor) -> TokenLoss:
         """The loss of a chunk of rows."""
@@ -48,7 +52,7 @@ class TokenLoss(NamedTuple):
         proximal, advantages, behavior, reference, *others = self.inputs
         types = [argument.type for argument in _ppo_loss._schema.arguments[-len(self.options) :]]
         options = [int(x) if str(t) == "int" else x for t, x in zip(types, self.options, strict=True)]
-        others += [None, None, self.cu_seqlens]  # versions and current_version
+        others += [self.versions, self.current_version, self.cu_seqlens]
         loss, stats, grad_logprobs, grad_entropy, scale = _ppo_loss(
             logprobs, proximal, advantages, live, behavior, reference, entropy, *others, self.normalizer, *options
         )
@@ -60,7 +64,8 @@ class TokenLoss(NamedTuple):
     "areal_core::linear_ppo_forward_backward",
     mutates_args=(),
     schema=f"({LINEAR}, {ROWS}, int? chunk_tokens, int? live_tokens, {_INPUTS}, Tensor normalizer, "
-    "float[] options, Tensor? cu_seqlens, bool[] needs, bool keeps_float32) "
+    "float[] options, Tensor? versions, Tensor? current_version, Tensor? cu_seqlens, bool[] needs, "
+    "bool keeps_float32) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_ppo_forward_backward(
@@ -83,6 +88,8 @@ def linear_ppo_forward_backward(
     keep_mask: Tensor | None,
     normalizer: Tensor,
     options: list[float],
+    versions: Tensor | None,
+    current_version: Tensor | None,
     cu_seqlens: Tensor | None,
     needs: list[bool],
     keeps_float32: bool,
@@ -94,11 +101,11 @@ def linear_ppo_forward_backward(
     rows = Rows(labels, temperatures, temperature, loss_mask, ignore_index)
     rows.check("linear_ppo_loss", len(weight))
     inputs = (proximal_logprobs, advantages, behavior_logprobs, ref_logprobs, teacher_logprobs, keep_mask)
-    token_loss = TokenLoss(inputs, normalizer, options, cu_seqlens)
-    linear = ChunkedLinear(hidden, weight, bias, operand_dtype)
-    gradients, live = LinearGradients(linear, needs), rows.live()
-    outputs = RowOutputs(live, STATISTICS, linear.dtype)
-    for index in split(live_indices("linear_ppo_loss", live, live_tokens), len(weight), chunk_tokens):
+    token_loss, live = TokenLoss(inputs, normalizer, options, versions, current_version, cu_seqlens), rows.live()
+    chunks = split(live_indices("linear_ppo_loss", live, live_tokens), len(weight), chunk_tokens)
+    linear = ChunkedLinear(hidden, weight, bias, operand_dtype, longest(chunks))
+    gradients, outputs = LinearGradients(linear, needs), RowOutputs(live, STATISTICS, linear.dtype)
+    for index in chunks:
         operand, chunk = linear.operand(index), ChunkRows(index, rows)
         logits = linear.logits(operand)
         statistics = chunk.statistics(logits)
@@ -117,9 +124,10 @@ def linear_ppo_forward_backward(
 
 @linear_ppo_forward_backward.register_fake
 def _(hidden: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *inputs, normalizer, options, cu_seqlens, needs, keeps_float32 = args[9:]
+    *inputs, normalizer, options, versions, current_version, cu_seqlens, needs, keeps_float32 = args[9:]
     rows = hidden.new_empty(hidden.shape[0], dtype=row_dtype(hidden.dtype))
-    loss, stats, *_ = TokenLoss(inputs, normalizer, options, cu_seqlens).evaluate(rows, rows, rows.to(torch.bool))
+    token_loss = TokenLoss(inputs, normalizer, options, versions, current_version, cu_seqlens)
+    loss, stats, *_ = token_loss.evaluate(rows, rows, rows.to(torch.bool))
     like = rows if keeps_float32 else weight
     return (
         loss,

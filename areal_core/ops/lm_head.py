@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_core.ops import _linear_ops  # noqa: F401  (registers the ops)
 from areal_core.ops._dispatch import as_int64, call
 from areal_core.ops._head_arguments import (
     check_counts,
@@ -18,10 +17,12 @@ from areal_core.ops._head_arguments import (
     row_arguments,
     split_temperature,
 )
+from areal_core.ops._linear_chunks import Rows
 from areal_core.ops._linear_loss_ops import LinearPPOLoss
+from areal_core.ops._linear_ops import LinearLogprobThatKeeps, rows_to_keep
 from areal_core.ops._vocab_parallel import find_shard, gather_parts
 from areal_core.ops.logprob import LogprobOutput
-from areal_core.ops.loss import check_inputs, normalizer_tensor, ppo_loss
+from areal_core.ops.loss import check_inputs, normalizer_tensor, ppo_loss, version_arguments
 from areal_core.ops.loss_config import PPOLossConfig
 from areal_core.ops.loss_stats import PPOLossStats
 
@@ -61,7 +62,7 @@ def linear_logprob(
     """Log-probability of each label under logits = hidden @ weight.T + bias, with entropy (nats) and log-sum-exp.
 
     What logprob_from_logits gives for those logits, which exist for a chunk of live rows at a time. Backward computes
-    them again: four matrix products a step instead of three, over the live rows only.
+    them again, but those of the last chunk: between three and four matrix products a step, over the live rows only.
 
     Args:
         hidden: float32, bfloat16, float16 (float64 on CPU) [T, H], any strides; row t predicts labels[t].
@@ -89,8 +90,12 @@ def linear_logprob(
     Logits and their gradients are float32 (float64 for float64), and the gradient of the weight adds up in float32
     before it is rounded to the weight's dtype. On a GPU the products of backward round the gradient of bfloat16 or
     float16 logits to that dtype first. Under autocast a GPU multiplies in the dtype of autocast, and hidden and
-    weight may differ in dtype; a CPU multiplies in float32 always. Memory beyond inputs and gradients: one
-    chunk of logits, and on a GPU its gradient in the operands' dtype.
+    weight may differ in dtype; a CPU multiplies in float32 always.
+
+    Memory beyond inputs and gradients: one chunk of logits, and on a GPU its gradient in the operands' dtype. Where a
+    gradient will be wanted, the chunk is held until the graph is freed, and several graphs hold one each; chunk_tokens
+    bounds it. With a group, in a compiled graph and in vmap nothing is held: there backward computes all logits again.
+    So does a second backward through a retained graph.
 
     With a group, ranks exchange 16 bytes a row (float64: 32) in one all-gather and get the same bits; backward sums the
     gradient of hidden with one all-reduce, given that every rank computes the same loss from the outputs.
@@ -130,6 +135,8 @@ def linear_ppo_loss(
     ref_logprobs: Tensor | None = None,
     teacher_logprobs: Tensor | None = None,
     keep_mask: Tensor | None = None,
+    versions: Tensor | None = None,
+    current_version: int | Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     normalizer: float | Tensor | None = None,
@@ -155,7 +162,7 @@ def linear_ppo_loss(
         hidden, weight, labels, bias, temperature, ignore_index, chunk_tokens, live_tokens: as in linear_logprob.
         proximal_logprobs, advantages, behavior_logprobs, ref_logprobs, teacher_logprobs: float32 (float64 for float64)
             [T], as in ppo_loss.
-        keep_mask: as in ppo_loss.
+        keep_mask, versions, current_version: as in ppo_loss.
         loss_mask: bool or number [T], nonzero = live. Rows whose label is ignore_index count as masked.
         normalizer: as in ppo_loss. None: the live tokens of this call.
         cu_seqlens: as in ppo_loss, of the rows.
@@ -210,6 +217,8 @@ def linear_ppo_loss(
             ref_logprobs=ref_logprobs,
             teacher_logprobs=teacher_logprobs,
             keep_mask=keep_mask,
+            versions=versions,
+            current_version=current_version,
             entropy=entropy,
             cu_seqlens=cu_seqlens,
             normalizer=normalizer,
@@ -227,6 +236,7 @@ def linear_ppo_loss(
         *inputs,
         normalizer_tensor(normalizer, hidden, "ppo_loss"),
         [float(x) for x in config._native()],
+        *version_arguments(_PPO_LOSS, hidden, versions, current_version),
         None if cu_seqlens is None else as_int64(cu_seqlens, _PPO_LOSS, "cu_seqlens"),
         needs,
     )
@@ -261,7 +271,7 @@ def _logprob(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give differentiable (logprobs, entropy, lse), over the group's whole vocabulary."""
     native = torch.ops.areal_core
-    parts, vocab_start = None, 0
+    parts, vocab_start, kept_rows = None, 0, 0
     if parallel.group is not None:
         hidden, weight, bias, operand_dtype = linear
         shard = find_shard(op, parallel.group, len(weight), hidden.device, parallel.vocab_sizes)
@@ -274,7 +284,10 @@ def _logprob(
             linear = (reduced, weight, bias, operand_dtype)
     elif parallel.vocab_sizes is not None:
         raise ValueError(f"{op}: expected vocab_sizes with a group only")
-    logprobs, entropy, lse, *_ = call(native.linear_logprob.default, *linear, *rows, parts, vocab_start, main_grad)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in linear[:3]):
+        kept_rows = rows_to_keep(Rows(*rows[:5]), len(linear[1]), *rows[5:])
+    function: Any = LinearLogprobThatKeeps.apply if kept_rows else native.linear_logprob.default
+    logprobs, entropy, lse, *_ = call(function, *linear, *rows, parts, vocab_start, main_grad, kept_rows)
     return logprobs, entropy, lse
 
 

@@ -13,7 +13,7 @@ from areal_core.ops._linear_chunks import row_dtype
 from areal_core.ops._linear_loss_ops import TokenLoss, scale_
 from areal_core.ops.lm_head import FusedPPOLossOutput
 from areal_core.ops.logprob import logprob_from_logits
-from areal_core.ops.loss import check_inputs, normalizer_tensor, ppo_loss
+from areal_core.ops.loss import check_inputs, normalizer_tensor, ppo_loss, version_arguments
 from areal_core.ops.loss_config import PPOLossConfig
 from areal_core.ops.loss_stats import PPOLossStats
 
@@ -32,6 +32,8 @@ def ppo_loss_from_logits(
     ref_logprobs: Tensor | None = None,
     teacher_logprobs: Tensor | None = None,
     keep_mask: Tensor | None = None,
+    versions: Tensor | None = None,
+    current_version: int | Tensor | None = None,
     temperature: float | Tensor = 1.0,
     normalizer: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -53,7 +55,8 @@ def ppo_loss_from_logits(
         proximal_logprobs, advantages, behavior_logprobs, ref_logprobs, teacher_logprobs: float32 (float64 for float64)
             [T], as in ppo_loss.
         loss_mask: bool or number [T], nonzero = live. Rows whose label is ignore_index count as masked.
-        keep_mask, normalizer, config: as in ppo_loss. The entropy is always there: entropy_coef needs no further input.
+        keep_mask, versions, current_version, normalizer, config: as in ppo_loss. The entropy is always there:
+            entropy_coef needs no further input.
         cu_seqlens: as in ppo_loss, of the rows.
 
     Returns:
@@ -86,6 +89,7 @@ def ppo_loss_from_logits(
         row_options: dict[str, Any] = {"temperature": temperature, "loss_mask": live, "inplace_backward": True}
         out = logprob_from_logits(logits, labels, **row_options)
         options: dict[str, Any] = {"keep_mask": keep_mask, "cu_seqlens": cu_seqlens, "normalizer": normalizer}
+        options |= {"versions": versions, "current_version": current_version}
         loss = ppo_loss(
             out.logprobs, proximal_logprobs, advantages, live, entropy=out.entropy, config=config, **optional, **options
         )
@@ -97,7 +101,8 @@ def ppo_loss_from_logits(
     assert divisor is not None
     rows = (labels.contiguous(), None if temperatures is None else temperatures.contiguous(), scalar, live.contiguous())
     segments = None if cu_seqlens is None else as_int64(cu_seqlens, _OP, "cu_seqlens")
-    token_loss = TokenLoss(inputs, divisor, [float(x) for x in config._native()], segments)
+    of_rows = (*version_arguments(_OP, logits, versions, current_version), segments)
+    token_loss = TokenLoss(inputs, divisor, [float(x) for x in config._native()], *of_rows)
     value, stats, logprobs, entropy = call(_LogitsLoss.apply, logits, rows, token_loss)
     return FusedPPOLossOutput(value, PPOLossStats(stats), logprobs, entropy)
 

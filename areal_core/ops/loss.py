@@ -105,8 +105,7 @@ def ppo_loss(
         None if entropy is None else entropy.contiguous(),
         _constant(teacher_logprobs),
         None if keep_mask is None else keep_mask.to(torch.bool).contiguous(),
-        None if versions is None else as_int64(versions, "ppo_loss", "versions"),
-        _version_tensor(current_version, logprobs),
+        *version_arguments("ppo_loss", logprobs, versions, current_version),
         None if cu_seqlens is None else as_int64(cu_seqlens, "ppo_loss", "cu_seqlens"),
         normalizer_tensor(normalizer, logprobs, "ppo_loss"),
         *config._native(),
@@ -149,6 +148,13 @@ def normalizer_tensor(normalizer: float | Tensor | None, like: Tensor, op: str) 
     if not normalizer > 0:
         raise ValueError(f"{op}: expected normalizer > 0, got {normalizer}")
     return torch.full((1,), float(normalizer), dtype=torch.float64, device=like.device)
+
+
+def version_arguments(
+    op: str, like: Tensor, versions: Tensor | None, current_version: int | Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Give both as the native ops take them: int64 [T] and [1]."""
+    return None if versions is None else as_int64(versions, op, "versions"), _version_tensor(current_version, like)
 
 
 def _version_tensor(version: int | Tensor | None, like: Tensor) -> Tensor | None:

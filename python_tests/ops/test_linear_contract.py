@@ -198,15 +198,17 @@ def test_meta_tensors_give_shapes() -> None:
 
 @pytest.mark.parametrize("temperatures", [None, torch.rand(6, dtype=torch.float64) + 0.5])
 @pytest.mark.parametrize("main_grad", [False, True])
-def test_opcheck(temperatures: Tensor | None, main_grad: bool) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_opcheck(temperatures: Tensor | None, main_grad: bool, keeps: bool) -> None:
     problem = make_problem(tokens=6, width=3, vocab=5, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in problem[:3]]
     buffer = torch.zeros(5, 3, dtype=torch.float64) if main_grad else None
     arguments = (*leaves, torch.float64, problem.labels, temperatures, 0.7, problem.loss_mask, -100, 2, None)
-    native = torch.ops.areal_core
-    torch.library.opcheck(native.linear_logprob.default, (*arguments, None, 0, buffer))
-    saved = [x.detach() for x in native.linear_logprob.default(*arguments, None, 0, buffer)]
+    live = int((problem.loss_mask & (problem.labels != -100)).sum())
+    native, kept_rows = torch.ops.areal_core, min(2, live) if keeps else 0
+    torch.library.opcheck(native.linear_logprob.default, (*arguments, None, 0, buffer, kept_rows))
+    *saved, kept = [x.detach() for x in native.linear_logprob.default(*arguments, None, 0, buffer, kept_rows)]
     upstream = [torch.randn(6, dtype=torch.float64), None, torch.randn(6, dtype=torch.float64)]
     frozen = [x.detach() for x in leaves]
-    backward = (upstream, saved, *frozen, *arguments[3:], 0, [True, True, True], buffer)
+    backward = (upstream, saved, *frozen, *arguments[3:], 0, [True, True, True], buffer, kept if keeps else None)
     torch.library.opcheck(native.linear_logprob_backward.default, backward)

@@ -201,6 +201,23 @@ def test_rows_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.loss.isnan()
 
 
+@pytest.mark.parametrize("config", ["default", "gspo"])
+def test_staleness_is_that_of_ppo_loss(config: str) -> None:
+    """Whichever way it runs; masked rows do not count."""
+    problem = make_problem()
+    inputs, versions = make_inputs(problem), torch.arange(40, dtype=torch.int32) % 5
+    options = {"config": CONFIGS[config], "cu_seqlens": torch.tensor([0, 13, 40]), "versions": versions}
+    out = run(ops.linear_ppo_loss, problem, inputs, current_version=6, **options)[0]
+    live = problem.loss_mask & (problem.labels != -100)
+    ages = 6 - versions[live]
+    assert out.stats.finalize().staleness_max == ages.max()
+    assert_near(out.stats.finalize().staleness_mean, ages.double().mean(), absolute=1e-6, relative=0)
+    with pytest.raises(ValueError, match="expected versions and current_version together"):
+        run(ops.linear_ppo_loss, problem, inputs, **options)
+    with pytest.raises(TypeError, match="expected versions of an integer dtype"):
+        run(ops.linear_ppo_loss, problem, inputs, current_version=6, **{**options, "versions": versions.float()})
+
+
 # -- which way it runs ------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +366,6 @@ def test_opcheck() -> None:
     native, leaves = torch.ops.areal_core, problem[:3]
     rows = (problem.labels, None, 0.7, problem.loss_mask, -100)
     options = [float(x) for x in CONFIGS["everything"]._native()]
-    last = (torch.tensor([4.0], dtype=torch.float64), options, None, [True, True, True], False)
+    last = (torch.tensor([4.0], dtype=torch.float64), options, None, None, None, [True, True, True], False)
     arguments = (*leaves, torch.float64, *rows, 2, None, *inputs, None, None, *last)
     torch.library.opcheck(native.linear_ppo_forward_backward.default, arguments)

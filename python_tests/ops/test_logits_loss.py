@@ -42,6 +42,7 @@ def make_problem(tokens: int = 20, vocab: int = 101, dtype: torch.dtype = torch.
     named = {name: proximal + 0.1 * torch.randn(tokens, dtype=row_dtype) for name in names}
     named["keep_mask"] = torch.rand(tokens) < 0.9
     named["cu_seqlens"] = torch.tensor([0, tokens // 2, tokens])
+    named["versions"], named["current_version"] = torch.arange(tokens) % 5, torch.tensor(6)
     return Problem(logits, labels, proximal, torch.randn(tokens, dtype=row_dtype), mask, named)
 
 

@@ -49,7 +49,7 @@ def vocab_parallel_calls() -> list[tuple[str, Any, tuple[Any, ...]]]:
         linear_part = native.linear_logprob_partial.default(*linear, *rows, 2, None, 3, 12)
         linear = (hidden.requires_grad_(), weight.requires_grad_(), *linear[2:])
         native.logprob_merge.default(logits, part[None], *rows, 3, False)[0].sum().backward()
-        native.linear_logprob.default(*linear, *rows, 2, None, linear_part[None], 3, None)[0].sum().backward()
+        native.linear_logprob.default(*linear, *rows, 2, None, linear_part[None], 3, None, 0)[0].sum().backward()
     return [("vocab_parallel", func, args) for func, args in recorded.calls]
 
 
