@@ -15,7 +15,7 @@ BASELINE, OURS, FLOOR = "#9aa3ad", "#2563ab", "#b3261e"
 def missing_matplotlib() -> str | None:
     """Why nothing can be drawn; None where it can."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed (pip install 'areal-core[plots]')"
+        return "matplotlib is not installed (pip install matplotlib)"
     return None
 
 

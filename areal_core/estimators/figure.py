@@ -54,7 +54,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            "the pictures need matplotlib, which is not installed: pip install 'areal_core[plots]'"
+            "the pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from error
 
 
