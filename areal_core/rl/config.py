@@ -171,6 +171,14 @@ class Config:
                 "reference.path: expected null without advantage.beta, reward.kl_coef or loss.kl_coef, "
                 f"got {self.reference.path!r}"
             )
+        estimator = get_estimator(self.advantage.name, **self.advantage.options)
+        least = max(estimator.k, 2 if estimator.mean_level == "group" and estimator.singleton == "zero" else 1)
+        _require(
+            self.rollout.group_size >= least or self.loss.distill_coef != 0,
+            "rollout.group_size",
+            f">= {least} with advantage.name={self.advantage.name}, which gives smaller groups no advantage",
+            self.rollout.group_size,
+        )
         if not self.needs_critic:
             for item in dataclasses.fields(CriticConfig):
                 value = getattr(self.critic, item.name)

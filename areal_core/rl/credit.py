@@ -26,6 +26,7 @@ class CreditAssigner:
         shaping = {f.name: getattr(config.reward, f.name) for f in fields(ops.RewardConfig)}
         self._shaping = ops.RewardConfig(**shaping)
         self._target = config.reward
+        self._distills = config.loss.distill_coef != 0
         self.metrics: dict[str, float] = {}  # of the last batch
 
     @property
@@ -35,7 +36,8 @@ class CreditAssigner:
         if config.drop_zero_variance is not None:
             return config.drop_zero_variance
         shaped = self._shaping.kl_coef != 0 or self._shaping.overlong_buffer > 0 or config.beta != 0
-        return estimator.mean_level == "group" and not (estimator.critic or estimator.whiten or shaped)
+        others = estimator.critic or estimator.whiten or shaped or self._distills
+        return estimator.mean_level == "group" and not others
 
     def assign(
         self,

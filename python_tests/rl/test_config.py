@@ -7,6 +7,7 @@ import pytest
 from areal_core.errors import ConfigError
 from areal_core.rl.config import Config
 from areal_core.rl.config_file import build_config, load_config, save_config
+from areal_core.rl.credit import CreditAssigner
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,31 @@ def test_yaml_has_two_truth_values_and_short_floats(tmp_path):
         load_config(None, ["telemetry.trace=off"])
 
 
+def test_a_group_of_one_is_fine_where_nothing_is_compared():
+    for overrides in (
+        ["advantage.name=reinforce"],
+        ["advantage.name=ppo"],
+        ["advantage.options.singleton=raw"],
+        ["teacher.path=chain_policy", "loss.distill_coef=1"],
+    ):
+        load_config(None, ["rollout.group_size=1", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "drops"),
+    [
+        ([], True),
+        (["advantage.name=reinforce"], False),
+        (["advantage.options.whiten=true"], False),
+        (["advantage.beta=0.1"], False),
+        (["teacher.path=chain_policy", "loss.distill_coef=1"], False),
+        (["teacher.path=chain_policy", "loss.distill_coef=1", "advantage.drop_zero_variance=true"], True),
+    ],
+)
+def test_groups_without_contrast_are_left_out_where_they_teach_nothing(overrides, drops):
+    assert CreditAssigner(load_config(None, overrides)).drops_zero_variance is drops
+
+
 OVERRIDES = re.compile(r"^ {4}((?:[a-z]\w*(?:\.\w+)*=\S+ *)+)(?:#.*)?$", re.MULTILINE)
 
 
@@ -151,6 +177,8 @@ def test_something_must_pace_sampling():
         ),
         (["advantage.beta=inf"], "advantage.beta: expected a finite number, got inf"),
         (["critic.warmup_steps=1"], "critic.warmup_steps: expected 0 with advantage.name=grpo_r1, which has no critic"),
+        (["rollout.group_size=1"], "rollout.group_size: expected >= 2 with advantage.name=grpo_r1, which gives"),
+        (["rollout.group_size=3", "advantage.name=pass_at_k"], "rollout.group_size: expected >= 4 with"),
         (["critic.learning_rate=0"], "critic.learning_rate: expected > 0, got 0.0"),
     ],
 )
