@@ -86,8 +86,8 @@ def ppo_loss_from_logits(
     inputs = loss_inputs(_OP, logits, keep_mask, **tokens, **optional)
     live = labels != ignore_index if mask is None else mask & (labels != ignore_index)
     if not _is_fused(logits, config):
-        row_options: dict[str, Any] = {"temperature": temperature, "loss_mask": live, "inplace_backward": True}
-        out = logprob_from_logits(logits, labels, **row_options)
+        row_options: dict[str, Any] = {"temperature": temperature, "loss_mask": live, "ignore_index": ignore_index}
+        out = logprob_from_logits(logits, labels, **row_options, inplace_backward=True)
         options: dict[str, Any] = {"keep_mask": keep_mask, "cu_seqlens": cu_seqlens, "normalizer": normalizer}
         options |= {"versions": versions, "current_version": current_version}
         loss = ppo_loss(
@@ -99,7 +99,8 @@ def ppo_loss_from_logits(
     counted = live.sum(dtype=torch.float64) if normalizer is None else normalizer
     divisor = normalizer_tensor(counted, logits, _OP)
     assert divisor is not None
-    rows = (labels.contiguous(), None if temperatures is None else temperatures.contiguous(), scalar, live.contiguous())
+    temperatures = None if temperatures is None else temperatures.contiguous()
+    rows = (labels.contiguous(), temperatures, scalar, live.contiguous(), ignore_index)
     segments = None if cu_seqlens is None else as_int64(cu_seqlens, _OP, "cu_seqlens")
     of_rows = (*version_arguments(_OP, logits, versions, current_version), segments)
     token_loss = TokenLoss(inputs, divisor, [float(x) for x in config._native()], *of_rows)
@@ -126,8 +127,8 @@ class _LogitsLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: tuple[Any, ...], token_loss: TokenLoss) -> tuple[Tensor, ...]:
-        """`rows`: labels, temperatures, temperature, live."""
-        *_, live = rows
+        """`rows`: labels, temperatures, temperature, live, ignore_index."""
+        *_, live, _ignore_index = rows
         gradient, divisor = logits.detach(), token_loss.normalizer
         scale = torch.where(live.any(), 1 / divisor, 0).to(row_dtype(logits.dtype))
         native = torch.ops.areal_core.fused_policy_loss_.default

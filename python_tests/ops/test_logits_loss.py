@@ -229,6 +229,23 @@ def test_broken_contracts_raise_before_anything_is_written() -> None:
     assert_same_bits(logits.detach(), before)
 
 
+@pytest.mark.parametrize(("label", "ignore_index"), [(-1, -100), (-100, -1), (-5, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("wants_gradient", [True, False])
+def test_only_the_callers_ignore_index_masks(
+    label: int, ignore_index: int, dtype: torch.dtype, wants_gradient: bool
+) -> None:
+    p = make_problem(dtype=dtype)
+    labels = torch.where(p.labels < 0, ignore_index, p.labels)
+    labels[5], mask = label, torch.ones(20, dtype=torch.bool)
+    logits = p.logits.requires_grad_(wants_gradient) * 1
+    with pytest.raises(ValueError, match=rf"expected labels\[5\] in \[0, 101\).*= {ignore_index}, got {label}"):
+        ops.ppo_loss_from_logits(logits, labels, p.proximal, p.advantages, mask, ignore_index=ignore_index)
+    labels[5] = ignore_index
+    out = ops.ppo_loss_from_logits(logits, labels, p.proximal, p.advantages, mask, ignore_index=ignore_index)
+    assert int(out.stats.finalize().live_tokens) == int((labels != ignore_index).sum())
+
+
 def test_compiles_into_one_graph() -> None:
     p, config = make_problem(), CONFIGS["everything"]
 

@@ -47,7 +47,7 @@ loss::PolicyLossParams make_params(const std::vector<double>& options) {
 
 template <class Real>
 LogprobInput<Real> make_input(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures,
-                              double temperature, const Tensor& loss_mask) {
+                              double temperature, const Tensor& loss_mask, int64_t ignore_index) {
   AREAL_CHECK(logits.dim() == 2, kOp, ": expected logits of shape [T, V], got ", logits.dim(), "-D");
   AREAL_CHECK(logits.stride(1) == 1 || logits.size(1) <= 1, kOp, ": expected logits.stride(-1) = 1, got ",
               logits.stride(1));
@@ -65,7 +65,7 @@ LogprobInput<Real> make_input(const Tensor& logits, const Tensor& labels, const 
   input.temperatures = vector_data<Real>(temperatures, rows, logits, kOp, "temperature");
   input.temperature = temperature;
   input.loss_mask = vector_data<const bool>(loss_mask, rows, logits, kOp, "loss_mask");
-  input.ignore_index = -1;  // the mask says all
+  input.ignore_index = ignore_index;
   return input;
 }
 
@@ -95,9 +95,9 @@ loss::PolicyLossArgs<Real> make_tokens(const TokenTensors& in, const LogprobInpu
 
 template <class Real>
 ThreeTensors run(const Tensor& logits, const Tensor& labels, const OptionalTensor& temperatures, double temperature,
-                 const Tensor& loss_mask, const TokenTensors& in, const Tensor& scale,
+                 const Tensor& loss_mask, int64_t ignore_index, const TokenTensors& in, const Tensor& scale,
                  const loss::PolicyLossParams& params) {
-  const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask);
+  const auto input = make_input<Real>(logits, labels, temperatures, temperature, loss_mask, ignore_index);
   const auto make = [&] { return empty({input.rows}, bind::kScalarType<Real>, logits); };
   const auto data = [](const Tensor& tensor) { return static_cast<Real*>(tensor.mutable_data_ptr()); };
   ThreeTensors out{make(), make(), make()};
@@ -122,15 +122,16 @@ ThreeTensors run(const Tensor& logits, const Tensor& labels, const OptionalTenso
 }
 
 ThreeTensors fused_policy_loss(Tensor logits, const Tensor& labels, const OptionalTensor& temperatures,
-                               double temperature, const Tensor& loss_mask, const Tensor& proximal_logprobs,
-                               const Tensor& advantages, const OptionalTensor& behavior_logprobs,
-                               const OptionalTensor& ref_logprobs, const OptionalTensor& teacher_logprobs,
-                               const OptionalTensor& keep_mask, const Tensor& scale, std::vector<double> options) {
+                               double temperature, const Tensor& loss_mask, int64_t ignore_index,
+                               const Tensor& proximal_logprobs, const Tensor& advantages,
+                               const OptionalTensor& behavior_logprobs, const OptionalTensor& ref_logprobs,
+                               const OptionalTensor& teacher_logprobs, const OptionalTensor& keep_mask,
+                               const Tensor& scale, std::vector<double> options) {
   const TokenTensors in{proximal_logprobs, advantages, behavior_logprobs, ref_logprobs, teacher_logprobs, keep_mask};
   const auto params = make_params(options);
   const bool wide = bind::stream_dtype(logits, kOp, "logits") == DType::kFloat64;
-  return wide ? run<double>(logits, labels, temperatures, temperature, loss_mask, in, scale, params)
-              : run<float>(logits, labels, temperatures, temperature, loss_mask, in, scale, params);
+  return wide ? run<double>(logits, labels, temperatures, temperature, loss_mask, ignore_index, in, scale, params)
+              : run<float>(logits, labels, temperatures, temperature, loss_mask, ignore_index, in, scale, params);
 }
 
 void scale(Tensor values, const Tensor& factor) {
@@ -166,7 +167,7 @@ bool fits_on_cuda(const Tensor& logits) {
 STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
   m.def(
       "fused_policy_loss_(Tensor(a!) logits, Tensor labels, Tensor? temperatures, float temperature, Tensor loss_mask, "
-      "Tensor proximal_logprobs, Tensor advantages, Tensor? behavior_logprobs, Tensor? ref_logprobs, "
+      "int ignore_index, Tensor proximal_logprobs, Tensor advantages, Tensor? behavior_logprobs, Tensor? ref_logprobs, "
       "Tensor? teacher_logprobs, Tensor? keep_mask, Tensor scale, float[] options) "
       "-> (Tensor logprobs, Tensor entropy, Tensor lse)");
   m.def("fused_policy_loss_fits(Tensor logits) -> bool");
