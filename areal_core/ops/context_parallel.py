@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from areal_core.ops._dispatch import as_int64, call
+from areal_core.ops._packed import check_offsets
 
 _ops = torch.ops.areal_core
 
@@ -30,15 +31,15 @@ def zigzag_split(x: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> T
     On an accelerator the values of `cu_seqlens` are trusted; nothing synchronises.
 
     Raises:
-        ValueError: a length that is no multiple of 2 cp_size (naming the sequence), a rank out of range.
+        ValueError: a length that is no multiple of 2 cp_size (naming the sequence), `cu_seqlens` that do not cover the
+            T tokens, a rank out of range.
         TypeError: `cu_seqlens` that are not integers.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"zigzag_split: expected cp_rank in [0, cp_size = {cp_size}), got {cp_rank}")
     if x.dim() == 0:
         raise ValueError("zigzag_split: expected x of shape [T, ...], got []")
-    _check_device("zigzag_split", x, cu_seqlens)
-    begins, chunk, local = _chunks("zigzag_split", x.shape[0], cu_seqlens, cp_size)
+    begins, chunk, local = _chunks("zigzag_split", x, cu_seqlens, cp_size)
     early, late = begins + cp_rank * chunk, begins + (2 * cp_size - 1 - cp_rank) * chunk
     source = torch.stack((early, late), 1).flatten()
     target = torch.stack((local, local + chunk), 1).flatten()
@@ -57,7 +58,8 @@ def zigzag_merge(parts: Sequence[Tensor] | Tensor, cu_seqlens: Tensor) -> Tensor
         [T, ...]. Differentiable. Bit-exact.
 
     Raises:
-        ValueError: a length that is no multiple of 2 cp_size (naming the sequence), shares that do not add up to T.
+        ValueError: a length that is no multiple of 2 cp_size (naming the sequence), shares that `cu_seqlens` does not
+            cover.
         TypeError: `cu_seqlens` that are not integers.
     """
     if isinstance(parts, Tensor) and parts.dim() < 2:
@@ -66,8 +68,7 @@ def zigzag_merge(parts: Sequence[Tensor] | Tensor, cu_seqlens: Tensor) -> Tensor
     if cp_size == 0:
         raise ValueError("zigzag_merge: expected at least one part in parts, got none")
     rows = parts.flatten(0, 1) if isinstance(parts, Tensor) else torch.cat(list(parts))
-    _check_device("zigzag_merge", rows, cu_seqlens)
-    begins, chunk, local = _chunks("zigzag_merge", rows.shape[0], cu_seqlens, cp_size)
+    begins, chunk, local = _chunks("zigzag_merge", rows, cu_seqlens, cp_size)
     order = torch.arange(2 * cp_size, device=begins.device)
     owner = torch.minimum(order, 2 * cp_size - 1 - order)
     source = owner * (rows.shape[0] // cp_size) + local[:, None] + (order >= cp_size) * chunk[:, None]
@@ -75,22 +76,12 @@ def zigzag_merge(parts: Sequence[Tensor] | Tensor, cu_seqlens: Tensor) -> Tensor
     return _copy(rows, source.flatten(), target.flatten(), chunk.repeat_interleave(2 * cp_size), rows.shape[0])
 
 
-def _check_device(op: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"{op}: expected cu_seqlens on {x.device}, got {cu_seqlens.device}")
-
-
-def _chunks(op: str, tokens: int, cu_seqlens: Tensor, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _chunks(op: str, rows: Tensor, cu_seqlens: Tensor, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return per sequence: first token, tokens of a chunk, first token of a rank's share."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cp_size < 1:
-        raise ValueError(
-            f"{op}: expected cu_seqlens [S+1] and cp_size >= 1, got {list(cu_seqlens.shape)} and {cp_size}"
-        )
     cu = as_int64(cu_seqlens, op, "cu_seqlens")
+    check_offsets(op, cu, rows.shape[0], rows.device)
     lengths = cu.diff()
     if cu.device.type == "cpu" and not torch.compiler.is_compiling():
-        if int(cu[-1]) != tokens:
-            raise ValueError(f"{op}: expected cu_seqlens[-1] = {tokens} (number of packed tokens), got {int(cu[-1])}")
         uneven = torch.nonzero(lengths % (2 * cp_size))
         if uneven.numel():
             s = int(uneven[0])

@@ -48,10 +48,13 @@ def test_refusals() -> None:
     refusals: list[tuple[Callable[[], torch.Tensor], str]] = [
         (lambda: ops.zigzag_split(x, cu, 2, 2), r"cp_rank in \[0, cp_size = 2\), got 2"),
         (lambda: ops.zigzag_split(x, torch.tensor([0, 6, 12]), 2, 0), "got 6 tokens in sequence 0"),
-        (lambda: ops.zigzag_split(x, torch.tensor([0, 4, 8]), 2, 0), r"cu_seqlens\[-1\] = 12"),
+        (lambda: ops.zigzag_split(x, torch.tensor([0, 4, 8]), 2, 0), r"cu_seqlens from 0 to 12 .*got \[0, 4, 8\]"),
+        (lambda: ops.zigzag_split(x, torch.tensor([4, 12]), 2, 0), r"cu_seqlens from 0 to 12 .*got \[4, 12\]"),
+        (lambda: ops.zigzag_split(x, torch.tensor([0, 16, 12]), 2, 0), "expected non-decreasing cu_seqlens"),
         (lambda: ops.zigzag_split(x, cu[None], 2, 0), r"cu_seqlens \[S\+1\]"),
         (lambda: ops.zigzag_merge([], cu), "at least one part"),
-        (lambda: ops.zigzag_merge([x[:6], x[:5]], cu), r"cu_seqlens\[-1\] = 11"),
+        (lambda: ops.zigzag_merge([x[:6], x[:5]], cu), "cu_seqlens from 0 to 11"),
+        (lambda: ops.zigzag_merge([x[:6], x[:6]], cu[1:]), "cu_seqlens from 0 to 12"),
     ]
     for call, message in refusals:
         with pytest.raises(ValueError, match=message):
