@@ -28,17 +28,18 @@ def call(op: Any, *args: Any, public: str | None = None) -> Any:
     if torch.compiler.is_compiling():
         return op(*args)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(op, args)
+        _refuse_tangents(public or _name(op), args)
     try:
         return op(*args)
     except (RuntimeError, _C.Error) as error:  # which one depends on how torch was built
+        name = public or _name(op)
         text = str(error).split("\n", 1)[0]
         if wrong := _WRONG_TYPE.search(text):
-            raise TypeError(f"{_name(op)}: expected {wrong[2]} of type {wrong[1]}, got {wrong[3]}") from None
+            raise TypeError(f"{name}: expected {wrong[2]} of type {wrong[1]}, got {wrong[3]}") from None
         if "functorch transforms" in text:
-            raise NotImplementedError(f"{_name(op)}: expected torch.autograd.grad, got torch.func.grad") from None
+            raise NotImplementedError(f"{name}: expected torch.autograd.grad, got torch.func.grad") from None
         if text.startswith("Batching rule not implemented"):
-            raise NotImplementedError(f"{_name(op)}: expected a loop, got torch.func.vmap") from None
+            raise NotImplementedError(f"{name}: expected a loop, got torch.func.vmap") from None
         if ": expected " not in text:
             raise
         text = text if public is None else f"{public}: {text.split(': ', 1)[1]}"
@@ -68,9 +69,9 @@ def _tensors(args: Any) -> Iterator[Tensor]:
     return (x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor))
 
 
-def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
+def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
     if any(forward_ad.unpack_dual(x).tangent is not None for x in _tensors(args)):  # type: ignore[no-untyped-call]
-        raise NotImplementedError(f"{_name(op)}: expected reverse-mode differentiation, got forward mode (jvp)")
+        raise NotImplementedError(f"{name}: expected reverse-mode differentiation, got forward mode (jvp)")
 
 
 def _name(op: Any) -> str:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_OP = "logprob_from_logits"
+
+
 class LogprobOutput(NamedTuple):
     """Per-row results, [T]: float32, or float64 for float64 logits. All three are differentiable."""
 
@@ -75,25 +78,27 @@ def logprob_from_logits(
     Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867, algorithm 3.
     """
     if group is None and vocab_sizes is not None:
-        raise ValueError("logprob_from_logits: expected vocab_sizes with a group only")
+        raise ValueError(f"{_OP}: expected vocab_sizes with a group only")
     temperatures, scalar = _split_temperature(temperature, logits)
     mask = None if loss_mask is None else loss_mask.to(torch.bool).contiguous()
     rows = (_labels(labels), temperatures, scalar, mask, ignore_index)
     if group is None:
-        outputs = call(torch.ops.areal_core.logprob_forward.default, logits, *rows, inplace_backward)
+        outputs = call(torch.ops.areal_core.logprob_forward.default, logits, *rows, inplace_backward, public=_OP)
     else:
-        shard = find_shard("logprob_from_logits", group, logits.shape[-1], logits.device, vocab_sizes)
+        shard = find_shard(_OP, group, logits.shape[-1], logits.device, vocab_sizes)
         with torch.no_grad():
-            parts = call(torch.ops.areal_core.logprob_partial.default, logits, *rows, shard.start, shard.total)
+            parts = call(
+                torch.ops.areal_core.logprob_partial.default, logits, *rows, shard.start, shard.total, public=_OP
+            )
             parts = gather_parts(parts, group)
         merge = torch.ops.areal_core.logprob_merge.default
-        outputs = call(merge, logits, parts, *rows, shard.start, inplace_backward)
+        outputs = call(merge, logits, parts, *rows, shard.start, inplace_backward, public=_OP)
     return LogprobOutput(*outputs[:3])
 
 
 def _labels(labels: Tensor) -> Tensor:
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(f"logprob_from_logits: expected labels of an integer dtype, got {labels.dtype}")
+        raise TypeError(f"{_OP}: expected labels of an integer dtype, got {labels.dtype}")
     return labels.to(torch.int64).contiguous()
 
 
@@ -102,7 +107,7 @@ def _split_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[Ten
     if not isinstance(temperature, Tensor):
         return None, float(temperature)
     if temperature.requires_grad:
-        raise ValueError("logprob_from_logits: expected temperature without requires_grad (it gets no gradient)")
+        raise ValueError(f"{_OP}: expected temperature without requires_grad (it gets no gradient)")
     values = temperature.to(device=logits.device, dtype=_row_dtype(logits))
     if values.numel() == 1:
         values = values.reshape(1).expand(logits.shape[0])
@@ -176,7 +181,7 @@ def _backward_merge(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...
 
 
 def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
-    raise NotImplementedError("logprob_from_logits: expected one backward pass; the op has no second derivative")
+    raise NotImplementedError(f"{_OP}: expected one backward pass; the op has no second derivative")
 
 
 register_fake("logprob_forward", _fake_outputs)

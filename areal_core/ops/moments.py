@@ -57,7 +57,7 @@ def masked_moments(numbers: Tensor, *, loss_mask: Tensor | None = None, group: A
         )
     flat = numbers.detach().reshape(-1).contiguous()
     mask = as_mask(None if loss_mask is None else loss_mask.reshape(-1))
-    parts = call(_ops.moment_ranges.default, flat, mask)
+    parts = call(_ops.moment_ranges.default, flat, mask, public="masked_moments")
     count = _all_reduce(parts[:, 0].sum(), "SUM", group)
     # One collective for both ends.
     ends = _all_reduce(torch.stack([-parts[:, 1].amin(), parts[:, 2].amax()]), "MAX", group)

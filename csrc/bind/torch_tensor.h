@@ -42,10 +42,10 @@ inline DType stream_dtype(const Tensor& tensor, const char* op, const char* name
 // Calls fn(float{}) or fn(double{}), by the dtype of the tensor.
 template <class Fn>
 auto with_real(const Tensor& tensor, const char* op, const char* name, const Fn& fn) {
-  const DType dtype = stream_dtype(tensor, op, name);
-  AREAL_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64, op, ": expected ", name,
-              " dtype in {float32, float64}, got ", dtype_name(dtype));
-  return dtype == DType::kFloat64 ? fn(double{}) : fn(float{});
+  const ScalarType dtype = tensor.scalar_type();
+  AREAL_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op, ": expected ", name,
+              " dtype in {float32, float64}, got ", torch::headeronly::toString(dtype));
+  return dtype == ScalarType::Double ? fn(double{}) : fn(float{});
 }
 
 template <class T>

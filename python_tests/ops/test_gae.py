@@ -179,7 +179,7 @@ def test_opcheck_and_compile() -> None:
         ({"values": torch.zeros(4)}, ValueError, r"values of shape \[5\]"),
         ({"loss_mask": torch.zeros(6)}, ValueError, r"loss_mask of shape \[5\]"),
         ({"values": torch.zeros(5).double()}, TypeError, "values dtype = Float, got Double"),
-        ({"rewards": torch.zeros(5).bfloat16()}, TypeError, r"rewards dtype in \{float32, float64\}, got bfloat16"),
+        ({"rewards": torch.zeros(5).bfloat16()}, TypeError, r"rewards dtype in \{float32, float64\}, got BFloat16"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens of an integer dtype"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"cu_seqlens\[-1\] = 5"),
         ({"cu_seqlens": torch.tensor([1, 5])}, ValueError, r"cu_seqlens\[0\] = 0"),

@@ -134,5 +134,7 @@ def test_bad_arguments_name_themselves() -> None:
         ops.whiten(torch.zeros(3), ddof=2)
     with pytest.raises(ValueError, match="eps >= 0"):
         ops.whiten(torch.zeros(3), eps=math.nan)
-    with pytest.raises(TypeError, match=r"numbers dtype in \{float32, float64\}, got bfloat16"):
+    with pytest.raises(TypeError, match=r"numbers dtype in \{float32, float64\}, got BFloat16"):
         ops.whiten(torch.zeros(3).bfloat16())
+    with pytest.raises(TypeError, match=r"^masked_moments: expected numbers dtype in \{float32, float64\}, got Long"):
+        ops.whiten(torch.zeros(3).long())

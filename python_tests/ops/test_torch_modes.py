@@ -66,6 +66,15 @@ def test_forward_mode_is_refused(sample: Sample, device: torch.device) -> None:
         function(x)  # no tangent: allowed
 
 
+def test_refusals_name_the_public_function(device: torch.device) -> None:
+    sample = next(s for s in DIFFERENTIABLE if s.name == "logprob_from_logits")
+    function, x = as_function_of_one(sample, device)
+    with pytest.raises(NotImplementedError, match=r"^logprob_from_logits: expected reverse-mode"):
+        torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    with pytest.raises(NotImplementedError, match=r"^logprob_from_logits: expected torch\.autograd\.grad"):
+        torch.func.grad(lambda x: sum(y.sum() for y in function(x)))(x)
+
+
 # -- autocast ---------------------------------------------------------------------------------------------------------
 
 

@@ -113,15 +113,7 @@ FiveTensors ppo_loss(const Tensor& logprobs, const Tensor& proximal_logprobs, co
   const Inputs in{logprobs,        proximal_logprobs, advantages,       loss_mask, behavior_logprobs,
                   ref_logprobs,    entropy,           teacher_logprobs, keep_mask, versions,
                   current_version, cu_seqlens,        normalizer};
-  switch (bind::stream_dtype(logprobs, kOp, "logprobs")) {
-    case DType::kFloat32:
-      return run<float>(in, params);
-    case DType::kFloat64:
-      return run<double>(in, params);
-    default:
-      throw Error(format_message(kOp, ": expected logprobs dtype in {float32, float64}, got ",
-                                 torch::headeronly::toString(logprobs.scalar_type())));
-  }
+  return bind::with_real(logprobs, kOp, "logprobs", [&]<class Real>(Real) { return run<Real>(in, params); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {

@@ -45,15 +45,9 @@ FourTensors run(const Tensor& values, const OptionalTensor& old_values, const Te
 
 FourTensors value_loss(const Tensor& values, const OptionalTensor& old_values, const Tensor& returns,
                        const Tensor& loss_mask, const OptionalTensor& normalizer, double clip, double huber_delta) {
-  switch (bind::stream_dtype(values, kOp, "values")) {
-    case DType::kFloat32:
-      return run<float>(values, old_values, returns, loss_mask, normalizer, clip, huber_delta);
-    case DType::kFloat64:
-      return run<double>(values, old_values, returns, loss_mask, normalizer, clip, huber_delta);
-    default:
-      throw Error(format_message(kOp, ": expected values dtype in {float32, float64}, got ",
-                                 torch::headeronly::toString(values.scalar_type())));
-  }
+  return bind::with_real(values, kOp, "values", [&]<class Real>(Real) {
+    return run<Real>(values, old_values, returns, loss_mask, normalizer, clip, huber_delta);
+  });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(areal_core, m) {
