@@ -228,6 +228,24 @@ TEST(PolicyLossKernel, GivesZeroWithoutLiveTokens) {
   }
 }
 
+// On a GPU nobody has checked cu_seqlens: the sequences are cut to the tokens there are.
+TEST(PolicyLossKernel, StaysInsideTheTokensWhateverCuSeqlensSays) {
+  constexpr int64_t kTokens = 2100, kFar = int64_t{1} << 40;
+  const std::vector<std::vector<int64_t>> layouts = {{0}, {0, 40, kTokens + 7}, {0, 2000, kFar}, {-5, 40, kTokens}};
+  for (const auto& wrong : layouts) {
+    Call<float> call(kTokens), cut(kTokens);
+    call.params.ratio_level = cut.params.ratio_level = loss::RatioLevel::kSequence;
+    call.cu_seqlens = wrong;
+    cut.cu_seqlens.clear();
+    for (const int64_t token : wrong) cut.cu_seqlens.push_back(std::clamp<int64_t>(token, 0, kTokens));
+    cuda::policy_loss(call.args(), nullptr);
+    cuda::policy_loss(cut.args(), nullptr);
+    EXPECT_EQ(call.scalars, cut.scalars);
+    EXPECT_EQ(call.grad, cut.grad);
+    for (const float gradient : call.grad) ASSERT_TRUE(std::isfinite(gradient));
+  }
+}
+
 TEST(PolicyLossKernel, NaNAtALiveTokenShows) {
   Call<float> call(100);
   call.mask.assign(call.mask.size(), 1);

@@ -2,8 +2,8 @@
 // tiles. Lane 0 of a row of 32 tokens holds the last of them, so that the scan over time runs up the lanes.
 #pragma once
 
+#include "cuda/bounded_segments.cuh"
 #include "cuda/reduce.cuh"
-#include "ops/advantages/bounded_segments.cuh"
 #include "ops/advantages/gae.h"
 
 namespace areal::cuda {

@@ -1,8 +1,8 @@
 // Kernels of token_rewards.h and spread.h: a block per sequence, or a thread per token.
 #pragma once
 
+#include "cuda/bounded_segments.cuh"
 #include "cuda/reduce.cuh"
-#include "ops/advantages/bounded_segments.cuh"
 #include "ops/advantages/token_math.h"
 
 namespace areal::cuda {

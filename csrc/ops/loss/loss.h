@@ -158,8 +158,8 @@ struct PolicyLossArgs {
   const int64_t* versions;         // nullptr: no staleness
   const int64_t* current_version;  // [1], with versions
   const int64_t* cu_seqlens;       // [sequences + 1]; nullptr unless needs_sequences or for kLiveSequences
-  int64_t sequences;
-  const double* normalizer;  // [1]; nullptr: kLossWeight of this call
+  int64_t sequences;               // 0 without cu_seqlens
+  const double* normalizer;        // [1]; nullptr: kLossWeight of this call
 
   Real* loss;           // [1]
   double* stats;        // [kStatCount]

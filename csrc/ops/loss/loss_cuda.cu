@@ -9,7 +9,7 @@ namespace {
 
 template <class Variant, class Real>
 void launch_variant(const PolicyLossArgs<Real>& args, int64_t blocks, cudaStream_t stream) {
-  if (args.cu_seqlens != nullptr && args.sequences > 0) {
+  if (args.sequences > 0) {
     const int64_t grid = std::min<int64_t>(args.sequences, int64_t{16} * multiprocessor_count());
     AREAL_LAUNCH((policy_loss_sequences_kernel<Variant, Real>), dim3(static_cast<unsigned>(grid)),
                  dim3(kSequenceThreads), 0, stream, args);

@@ -2,6 +2,7 @@
 // tokens, then one block that joins their statistics in order.
 #pragma once
 
+#include "cuda/bounded_segments.cuh"
 #include "cuda/reduce.cuh"
 #include "ops/loss/loss_sequence.h"
 
@@ -57,7 +58,8 @@ __global__ void __launch_bounds__(kSequenceThreads, 1) policy_loss_sequences_ker
   const SequenceSums<double> empty = {};
   for (int64_t s = blockIdx.x; s < args.sequences; s += gridDim.x) {
     SequenceSums<Real> sums = {};
-    for (int64_t t = args.cu_seqlens[s] + threadIdx.x; t < args.cu_seqlens[s + 1]; t += kSequenceThreads) {
+    const TokenRange range = sequence_range({args.cu_seqlens, args.sequences}, s, args.tokens);
+    for (int64_t t = range.begin + threadIdx.x; t < range.end; t += kSequenceThreads) {
       const TokenInputs<Lane> x = load_token(args, t);
       if (x.live) loss::accumulate_sequence<Variant>(constants, x, sums);
     }
@@ -104,7 +106,8 @@ __global__ void __launch_bounds__(kLossThreads, 1) policy_loss_kernel(PolicyLoss
   Accumulator<Real> acc;
   loss::reset<Lane>(acc);
   const int64_t block_begin = blockIdx.x * loss::kBlockTokens, begin = block_begin + threadIdx.x;
-  if (args.cu_seqlens != nullptr) {
+  const bool has_sequences = args.sequences > 0;
+  if (has_sequences) {
     if (threadIdx.x == 0) {
       first_sequence = loss::sequence_at(args.cu_seqlens, 0, args.sequences - 1, block_begin);
       last_sequence =
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(kLossThreads, 1) policy_loss_kernel(PolicyLoss
       const int64_t t = begin + round + u * kLossThreads;
       if (t >= args.tokens) continue;
       SequenceTerms<Lane> terms = loss::sequence_terms<Lane>(loss::no_sequence());
-      if (args.cu_seqlens != nullptr) {
+      if (has_sequences) {
         const int64_t s = loss::sequence_at(args.cu_seqlens, first_sequence, last_sequence, t);
         terms = loss::sequence_terms<Lane>(args.sequence_scratch[s]);
         if (args.cu_seqlens[s] == t && terms.token_weight > 0) acc.add(loss::kLiveSequences, Real(1));
