@@ -34,7 +34,7 @@ __device__ void map_tile(const SegmentMap& map, int64_t begin, int rows, int64_t
   if (threadIdx.x < 2) {
     edges[threadIdx.x] = map.segment_of(threadIdx.x == 0 ? begin : begin + rows - 1, 0, map.count - 1);
   }
-  __syncthreads();
+  __syncthreads();  // also: all threads have copied the tile before, whose source rows are overwritten now
   const int64_t first = edges[0] > 0 ? edges[0] : 0, last = edges[1];
   for (int i = threadIdx.x; i < rows; i += kThreads) {
     source_rows[i] = map.source_row(begin + i, map.segment_of(begin + i, first, last));
@@ -87,7 +87,6 @@ __global__ void __launch_bounds__(kThreads)
     const int rows = left < tile_rows ? static_cast<int>(left) : tile_rows;
     map_tile(map, begin, rows, source_rows);
     for (int i = 0; i < batch.count; ++i) copy_tile<Unit>(batch.tensors[i], begin, rows, source_rows);
-    __syncthreads();  // the next tile overwrites source_rows
   }
 }
 
