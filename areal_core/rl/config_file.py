@@ -117,7 +117,11 @@ def _build(cls: type[_T], values: Any, prefix: str) -> _T:
     except ConfigError:
         raise
     except ValueError as error:  # of an option that an op checks: "<Class>: expected <option> ..."
-        raise ConfigError(f"{prefix.rstrip('.')}: {str(error).partition(': ')[2] or error}") from None
+        text = str(error).partition(": ")[2] or str(error)
+        option = re.match(r"expected (\w+) ", text)
+        if option is not None and option[1] in names:
+            raise ConfigError(f"{prefix}{option[1]}: expected {text[option.end() :]}") from None
+        raise ConfigError(f"{prefix.rstrip('.')}: {text}") from None
 
 
 def _coerce(hint: Any, value: Any, key: str) -> Any:

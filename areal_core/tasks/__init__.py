@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from areal_core.tasks.base import Problem, Task
@@ -21,11 +21,15 @@ def get_task(name: str, **options: Any) -> Task:
     tasks: dict[str, Callable[..., Task]] = {"chain_arithmetic": ChainArithmetic, "jsonl": JsonlTask}
     if name not in tasks:
         raise ValueError(f"get_task: expected a task among {', '.join(tasks)}, got {name!r}")
-    known = list(signature(tasks[name]).parameters)
+    parameters = signature(tasks[name]).parameters
+    known = list(parameters)
     for option in options:
         if option not in known:
             raise ValueError(f"get_task: expected options of {name} among {', '.join(known)}, got {option!r}")
+    for option, parameter in parameters.items():
+        if parameter.default is Parameter.empty and option not in options:
+            raise ValueError(f"get_task: expected option {option} of {name}, got None")
     try:
         return tasks[name](**options)
-    except TypeError as error:  # an option that is missing
+    except TypeError as error:  # a text where a number should be
         raise ValueError(f"get_task: {name}: {error}") from error

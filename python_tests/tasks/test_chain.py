@@ -90,5 +90,7 @@ def test_get_task_names_what_it_does_not_know() -> None:
     assert isinstance(get_task("chain_arithmetic"), Task)
     with pytest.raises(ValueError, match="got 'chess'"):
         get_task("chess")
+    with pytest.raises(ValueError, match="get_task: chain_arithmetic: "):
+        get_task("chain_arithmetic", min_terms="two")
     with pytest.raises(ValueError, match=r"options of chain_arithmetic among min_terms, .*, got 'depth'"):
         get_task("chain_arithmetic", depth=3)
