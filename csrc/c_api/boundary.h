@@ -88,8 +88,11 @@ const Real* real_array(const void* pointer, int64_t elements, const char* op, co
   return static_cast<const Real*>(required(pointer, elements, op, name));
 }
 
+// A number of elements. No memory holds more than the bound, below which sizes in bytes do not overflow.
 inline int64_t checked_count(int64_t value, const char* op, const char* name) {
+  constexpr int64_t kMost = int64_t{1} << 48;
   AREAL_CHECK(value >= 0, op, ": expected ", name, " >= 0, got ", value);
+  AREAL_CHECK(value <= kMost, op, ": expected ", name, " <= ", kMost, ", got ", value);
   return value;
 }
 

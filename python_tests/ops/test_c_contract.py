@@ -115,6 +115,8 @@ def test_broken_contracts_are_named(change: dict[str, Any], text: str) -> None:
         ({"kl_coef": 0.1}, "expected ref_logprobs with kl_coef set, got NULL"),
         ({"entropy_coef": 0.1}, "expected entropy with entropy_coef set, got NULL"),
         ({"stats_count": 3}, "expected stats_count >= "),
+        ({"tokens": 2**63 - 1}, r"expected tokens <= 281474976710656, got 9223372036854775807"),
+        ({"sequences": 2**62}, r"expected sequences <= 281474976710656, got 4611686018427387904"),
         ({"clip_low": 1.5}, r"expected clip_low in \[0, 1\], got 1\.5"),
         ({"dual_clip": 0.5}, "expected dual_clip > 1, or 0 for none, got 0.5"),
         ({"versions": torch.arange(T)}, "expected current_version with versions set"),
