@@ -46,6 +46,14 @@ def test_ops_guide_names_every_function() -> None:
     assert not missing
 
 
+def test_every_formula_names_its_source() -> None:
+    from areal_core import ops
+
+    formulas = """compute_advantages discounted_returns gae whiten scale_rewards soft_overlong_penalty kl_penalty
+        AdaptiveKL filter_groups ppo_loss PPOLossConfig value_loss interpolate_proximal m2po_mask"""
+    assert not [name for name in formulas.split() if "Source: " not in (getattr(ops, name).__doc__ or "")]
+
+
 def test_ops_guide_explains_every_setting_and_statistic() -> None:
     """Each in backticks; `name_k1`, `_k3` stands for two."""
     from areal_core import ops

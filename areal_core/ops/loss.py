@@ -83,7 +83,7 @@ def ppo_loss(
         TypeError: wrong dtype.
 
     Source: PPO, arXiv 1707.06347, eq. 7; decoupled objective, arXiv 2110.00641; dual clip, arXiv 1912.09729; the
-    variants: see PPOLossConfig.preset.
+    variants: see PPOLossConfig.
     """
     given = {
         "behavior_logprobs": behavior_logprobs,

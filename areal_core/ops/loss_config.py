@@ -106,7 +106,14 @@ class PPOLossConfig:
         m2po_threshold: > 0; the second moment above which `m2po_mask` drops tokens; needs keep_mask. None: off.
 
     Raises:
-        ValueError: a value out of range, an unknown name, or options that exclude each other.
+        ValueError: a value out of range, an unknown name, or options that exclude each other or have no effect.
+        TypeError: what is no number where one is needed.
+
+    Source: PPO, arXiv 1707.06347; decoupled PPO, 2110.00641; dual clip, 1912.09729; clip-higher, DAPO, 2503.14476;
+    GRPO, 2402.03300; Dr.GRPO, 2503.20783; GSPO, 2507.18071; GMPO, 2507.20673; CISPO, MiniMax-M1, 2506.13585; SAPO,
+    2511.20347; M2PO, 2510.01161; truncation of behavior weights, Yao et al. (2025); IcePop, 2510.18855; k1, k2 and k3,
+    Schulman, http://joschu.net/blog/kl-approx.html; ratio-weighted k3, DeepSeek-V3.2, 2512.02556; on-policy
+    distillation, GKD, 2306.13649.
     """
 
     clip_low: float = 0.2

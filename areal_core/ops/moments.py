@@ -96,6 +96,9 @@ def whiten(
     Raises:
         ValueError: wrong shape, ddof or eps.
         TypeError: wrong dtype.
+
+    Source: of advantages, "The 37 implementation details of PPO" (2022), detail 7; over the global batch, REINFORCE++,
+    arXiv 2501.03262.
     """
     if ddof not in (0, 1):
         raise ValueError(f"whiten: expected ddof in (0, 1), got {ddof!r}")

@@ -148,6 +148,8 @@ def scale_rewards(rewards: Tensor, *, scaling: float = 1.0, bias: float = 0.0, o
 
     Raises:
         ValueError: unknown order.
+
+    Source: "scale_first" is r~ of AReaL's documentation of GRPO, "bias_first" what its code computes.
     """
     _check("scale_rewards", "order", order in _ORDERS, f"in {_ORDERS}", order)
     rewards = rewards.detach() if rewards.dtype == torch.float64 else rewards.detach().to(torch.float32)
