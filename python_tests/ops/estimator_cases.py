@@ -47,7 +47,7 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, T
     return {
         "rewards": rewards.to(dtype),
         "cu_seqlens": cu_seqlens,
-        "group_ids": torch.tensor([7, -3, 7, 40, -3, 7, 40, 2**40, 7, 11, 11, 40]),
+        "group_ids": torch.tensor([7, -3, 7, 40, -3, 7, 40, 2**40, 7, 11, 7, 40]),
         "loss_mask": loss_mask,
         "logprobs": logprobs.to(dtype),
         "ref_logprobs": (logprobs + 0.3 * torch.randn(tokens, dtype=torch.float64)).to(dtype),

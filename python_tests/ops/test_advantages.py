@@ -211,13 +211,14 @@ def test_masked_tokens_are_never_looked_at(name: str, beta: float) -> None:
     assert not clean[masked].any()
 
 
-def test_extreme_log_ratios_stay_finite() -> None:
-    logprobs = torch.tensor([-1e4, -1.0, -math.inf, -math.inf])
-    ref = torch.tensor([-1.0, -1e4, -1.0, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_extreme_log_ratios_stay_finite(dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([-1e4, -1.0, -math.inf, -math.inf], dtype=dtype)
+    ref = torch.tensor([-1.0, -1e4, -1.0, -math.inf], dtype=dtype)
     for name in USES_BETA:
         out = ops.compute_advantages(
             name,
-            rewards=torch.tensor([1.0, 0.0]),
+            rewards=torch.tensor([1.0, 0.0], dtype=dtype),
             cu_seqlens=torch.tensor([0, 2, 4]),
             group_ids=torch.tensor([0, 0]),
             logprobs=logprobs,

@@ -26,7 +26,13 @@ def test_leave_one_out_std_is_that_of_the_others() -> None:
 
 def test_leave_one_out_std_of_equal_others_divides_by_nothing() -> None:
     options = {"std_level": "group", "leave_one_out_std": True}
-    for rewards, expected in (([1.1, 0.1, 0.1, 0.1], [1.0, None, None, None]), ([0.1, 0.7], [-0.6, 0.6])):
+    low, high = 0.1463909149169922, 0.3328835368156433  # whose sums of squares are not quite those of equal numbers
+    for rewards, expected in (
+        ([1.1, 0.1, 0.1, 0.1], [1.0, None, None, None]),
+        ([low, *[high] * 4], [low - high, None, None, None, None]),
+        ([low, *[1.0] * 6], [low - 1.0, *[None] * 6]),
+        ([0.1, 0.7], [-0.6, 0.6]),
+    ):
         out = ops.compute_advantages(
             "rloo",
             rewards=torch.tensor(rewards, dtype=torch.float64),

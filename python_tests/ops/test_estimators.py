@@ -51,6 +51,15 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k: int, kind: str) -> None:
     assert_near(out, truth, absolute=1e-7 if kind == "offset" else 1e-13, relative=0)  # the truth rounds
 
 
+def test_pass_at_k_gives_equal_rewards_equal_bits() -> None:
+    rewards = torch.tensor([0.3, 0.7, 0.3, 0.9, 0.7, 0.3, 0.9, 0.7, 0.3, 0.1], dtype=torch.float64)
+    for k in range(1, 9):
+        one_token = {"group_ids": torch.zeros(10).long(), "cu_seqlens": torch.arange(11)}
+        scores = ops.compute_advantages("pass_at_k", rewards=rewards, **one_token, k=k)
+        for reward in rewards.unique():
+            assert len(scores[rewards == reward].unique()) == 1
+
+
 def test_pass_at_k_of_binary_rewards_is_the_paper_s_closed_form() -> None:
     n, right, k = 8, 2, 3
     solved = 1 - math.comb(n - right, k) / math.comb(n, k)

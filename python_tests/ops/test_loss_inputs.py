@@ -94,6 +94,42 @@ def test_every_variant_survives_extreme_log_ratios(variant: str, name: str) -> N
     assert_summary(raw, stats, rtol=1e-4, atol=1e-5)
 
 
+def test_a_token_without_advantage_is_not_clipped() -> None:
+    logprobs, zeros = torch.tensor([1.0, -1.0, 5.0]), torch.zeros(3)
+    summary = ops.ppo_loss(logprobs, zeros, zeros, torch.ones(3), config=PPOLossConfig(dual_clip=3.0)).stats.finalize()
+    fractions = (summary.clip_fraction_low, summary.clip_fraction_high, summary.clip_fraction_dual)
+    assert [float(x) for x in fractions] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ["truncate", "mask", "icepop"])
+def test_a_weight_at_its_bounds_is_within_them(mode: str, dtype: torch.dtype) -> None:
+    low = {} if mode == "truncate" else {"behavior_low": 1.0}
+    config = PPOLossConfig(behavior_mode=mode, behavior_cap=1.0, **low)
+    zeros, ones = torch.zeros(20, dtype=dtype), torch.ones(20, dtype=dtype)
+    out = ops.ppo_loss(zeros, zeros, ones, ones, behavior_logprobs=zeros, config=config)
+    summary = out.stats.finalize()
+    assert float(out.loss) == -1
+    assert float(summary.behavior_capped_fraction) == float(summary.behavior_masked_fraction) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("ratio", "kl"), [(25.0, 1.0), (1.0, 25.0), (25.0, 25.0), (-25.0, -1.0)])
+def test_what_is_clamped_has_no_part_in_the_gradient_of_the_unbiased_kl(
+    ratio: float, kl: float, dtype: torch.dtype
+) -> None:
+    """Of u (exp(y) - 1 - y), with log u = ratio and y = -kl, each clamped to [-20, 20]."""
+    proximal = torch.zeros(20, dtype=dtype)
+    logprobs = (proximal + ratio).requires_grad_()
+    inputs = (logprobs, proximal, proximal, torch.ones(20))
+    config = PPOLossConfig(kl_coef=1.0, kl_estimator="k3_unbiased")
+    out = ops.ppo_loss(*inputs, ref_logprobs=logprobs.detach() - kl, config=config)
+    (grad,) = torch.autograd.grad(out.loss, logprobs)
+    u, y = math.exp(max(-20.0, min(20.0, ratio))), max(-20.0, min(20.0, -kl))
+    expected = u * ((abs(ratio) < 20) * (math.expm1(y) - y) - (abs(kl) < 20) * math.expm1(y)) / 20
+    assert grad.tolist() == pytest.approx([expected] * 20, rel=2e-6)
+
+
 def test_two_impossible_logprobs_have_ratio_one_and_no_gradient() -> None:
     logprobs = torch.tensor([-math.inf, -1.0], requires_grad=True)
     same = logprobs.detach().clone()

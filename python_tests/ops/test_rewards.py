@@ -46,9 +46,10 @@ def test_kl_penalties(dtype: torch.dtype) -> None:
         ops.kl_penalty(logprobs, ref[1:])
 
 
-def test_kl_of_extreme_and_masked_tokens() -> None:
-    logprobs = torch.tensor([[-1e4, -math.inf], [math.nan, -1.0]])
-    ref = torch.tensor([[-1.0, -math.inf], [math.inf, -1e4]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_kl_of_extreme_and_masked_tokens(dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([[-1e4, -math.inf], [math.nan, -1.0]], dtype=dtype)
+    ref = torch.tensor([[-1.0, -math.inf], [math.inf, -1e4]], dtype=dtype)
     mask = torch.tensor([[True, True], [False, True]])
     assert ops.kl_penalty(logprobs, ref, loss_mask=mask).tolist() == [[-20.0, 0.0], [0.0, 20.0]]
     assert ops.kl_penalty(logprobs, ref).isnan().sum() == 1
