@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from areal_core import ops
@@ -93,6 +94,24 @@ class LossConfig(PPOLossConfig):
             self.proximal,
         )
 
+    @staticmethod
+    def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the key `preset` of a file, a name of `PPOLossConfig.preset`, by what it sets; other keys win.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        rest = dict(values)
+        name = rest.pop("preset", None)
+        if name is None:
+            return rest
+        try:
+            preset = asdict(PPOLossConfig.preset(name))
+        except ValueError as error:
+            raise ConfigError(f"loss.preset: {str(error).partition('expected preset ')[2] or error}") from None
+        plain = asdict(PPOLossConfig())
+        return {key: value for key, value in preset.items() if value != plain[key]} | rest
+
     @property
     def decoupled(self) -> bool:
         """Whether behaviour weights apply."""
@@ -114,8 +133,8 @@ class AdvantageConfig:
         name: one of `areal_core.ops.estimators()`.
         beta: weight of the KL to the reference policy, where the estimator puts it.
         gamma, lam: discount per token, and lambda of GAE.
-        drop_zero_variance: leave groups whose rewards are all equal out of the update; null: where the estimator gives
-            them no advantage anyway.
+        drop_zero_variance: leave groups whose rewards are all equal out of the update; null: where neither advantage
+            nor KL, entropy or teacher would give them a gradient.
         options: parts of the estimator to replace (ddof, eps, ...).
     """
 

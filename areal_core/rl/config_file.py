@@ -102,6 +102,8 @@ def _build(cls: type[_T], values: Any, prefix: str) -> _T:
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.')}: expected a mapping, got {values!r}; its keys: {', '.join(names)}")
+    expand = getattr(cls, "expand_preset", None)
+    values = values if expand is None else expand(values)
     for key in values:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)

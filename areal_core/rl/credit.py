@@ -26,7 +26,8 @@ class CreditAssigner:
         shaping = {f.name: getattr(config.reward, f.name) for f in fields(ops.RewardConfig)}
         self._shaping = ops.RewardConfig(**shaping)
         self._target = config.reward
-        self._distills = config.loss.distill_coef != 0
+        loss = config.loss  # what gives tokens a gradient even without an advantage
+        self._loss_has_more = any((loss.distill_coef, loss.kl_coef, loss.entropy_coef))
         self.metrics: dict[str, float] = {}  # of the last batch
 
     @property
@@ -36,7 +37,7 @@ class CreditAssigner:
         if config.drop_zero_variance is not None:
             return config.drop_zero_variance
         shaped = self._shaping.kl_coef != 0 or self._shaping.overlong_buffer > 0 or config.beta != 0
-        others = estimator.critic or estimator.whiten or shaped or self._distills
+        others = estimator.critic or estimator.whiten or shaped or self._loss_has_more
         return estimator.mean_level == "group" and not others
 
     def assign(

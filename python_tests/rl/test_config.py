@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.errors import ConfigError
-from areal_core.rl.config import Config
+from areal_core.rl.config import Config, LossConfig
 from areal_core.rl.config_file import build_config, load_config, save_config
 from areal_core.rl.credit import CreditAssigner
 
@@ -191,3 +191,15 @@ def test_settings_that_do_not_fit_together_say_so(overrides, text):
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert str(caught.value).startswith(text)
+
+
+def test_a_preset_fills_the_loss_and_other_keys_win(tmp_path):
+    config = load_config(None, ["loss.preset=gspo", "loss.clip_high=1e-3"])
+    assert config.loss == LossConfig(
+        ratio_level="sequence", clip_low=3e-4, clip_high=1e-3, aggregation="sequence_mean_token_mean"
+    )
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert load_config(None, ["loss.preset=tis"]).loss.behavior_cap == 2.0
+    with pytest.raises(ConfigError, match=r"loss\.preset: in .*'gspo'.*got 'nothing'"):
+        load_config(None, ["loss.preset=nothing"])

@@ -509,3 +509,13 @@ def test_m2po_leaves_the_largest_ratios_out() -> None:
     none, _ = trained(make_config(loss=LossConfig(m2po_threshold=1e-12), generate=computed), groups)
     assert torch.equal(kept, plain)
     assert torch.equal(none, make_model().weights.detach())
+
+
+@pytest.mark.parametrize("loss", [LossConfig(), LossConfig(kl_coef=0.1), LossConfig(entropy_coef=0.1)])
+def test_groups_of_equal_rewards_train_where_the_loss_has_more_than_advantages(loss: LossConfig) -> None:
+    groups = [
+        replace(g, trajectories=tuple(replace(t, reward=1.0) for t in g.trajectories)) for g in batch_of(sizes=(3, 2))
+    ]
+    trainer = Trainer(make_model(), make_config(loss=loss), reference=make_model(seed=1) if loss.kl_coef else None)
+    metrics, _ = trainer.step(groups, VERSION)
+    assert metrics["optim/updates"] == (0 if loss == LossConfig() else 1)
