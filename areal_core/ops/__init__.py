@@ -3,11 +3,12 @@
 import torch  # noqa: F401  (loads libtorch, which the native module links to)
 
 from areal_core import _C as _C
+from areal_core.ops._estimator import Estimator
 from areal_core.ops.advantages import GAEOutput, discounted_returns, gae
 from areal_core.ops.alignment import next_token_labels, position_ids, to_prediction_aligned, to_token_aligned
 from areal_core.ops.allocation import allocate_microbatches, partition_balanced
 from areal_core.ops.context_parallel import zigzag_merge, zigzag_split
-from areal_core.ops.estimators import Estimator, compute_advantages, estimators, get_estimator, register_estimator
+from areal_core.ops.estimators import compute_advantages, estimators, get_estimator, register_estimator
 from areal_core.ops.lm_head import FusedPPOLossOutput, linear_logprob, linear_ppo_loss
 from areal_core.ops.logits_loss import ppo_loss_from_logits
 from areal_core.ops.logprob import LogprobOutput, logprob_from_logits

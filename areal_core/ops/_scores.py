@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_core.ops._dispatch import as_int64, call, register_fake
+from areal_core.ops._estimator import Estimator
 from areal_core.ops.moments import masked_moments, whiten
-
-if TYPE_CHECKING:
-    from areal_core.ops.estimators import Estimator
 
 _OP = "compute_advantages"
 _ops = torch.ops.areal_core

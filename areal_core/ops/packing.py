@@ -12,7 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_core.ops._dispatch import as_int64, call, register_fake
+from areal_core.ops._pack_layout import (
+    check_lengths,
+    common_width,
+    host_lengths,
+    mask_extents,
+    per_token_keys,
+    split_layout,
+)
 from areal_core.ops._segments import Fill, copy_segments, copy_segments_into, fill_values, to_device
 
 _ops = torch.ops.areal_core
@@ -91,22 +98,22 @@ def pack(
         ValueError: a mask row with a hole, a shape that does not fit (naming the key), a length out of range.
         TypeError: lengths that are not integers.
     """
-    mask, lengths = _split_layout(attention_mask, lengths)
+    mask, lengths = split_layout(attention_mask, lengths)
     unknown = set(per_sequence) - set(batch)
     if unknown:
         raise ValueError(f"pack: expected per_sequence among {sorted(batch)}, got {sorted(unknown)}")
     if mask is not None:
         width = mask.shape[1]
-        starts, counts = _mask_extents(mask)
+        starts, counts = mask_extents(mask)
     else:
-        counts = _host_lengths(lengths)
-        width = _common_width(batch, counts, per_sequence)
-        _check_lengths(counts, width)
+        counts = host_lengths(lengths)
+        width = common_width(batch, counts, per_sequence)
+        check_lengths(counts, width)
         _check_choice("pack", "padding", padding, ("right", "left"))
         starts = torch.zeros_like(counts) if padding == "right" else width - counts
     device = next((v.device for v in batch.values()), torch.device("cpu") if mask is None else mask.device)
     sequences = counts.numel()
-    per_token = _per_token_keys(batch, sequences, width, per_sequence)
+    per_token = per_token_keys(batch, sequences, width, per_sequence)
     return _assemble(
         "pack",
         {k: v.reshape(sequences * width, *v.shape[2:]) if k in per_token else v for k, v in batch.items()},
@@ -263,71 +270,6 @@ def unpack(
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _split_layout(
-    attention_mask: Tensor | Sequence[int] | None, lengths: Tensor | Sequence[int] | None
-) -> tuple[Tensor | None, Tensor | Sequence[int] | None]:
-    if (attention_mask is None) == (lengths is None):
-        raise ValueError("pack: expected attention_mask or lengths, got " + ("both" if lengths is not None else "none"))
-    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() != 1):
-        attention_mask, lengths = None, attention_mask
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"pack: expected attention_mask [S, L], got {list(attention_mask.shape)}")
-    return attention_mask, lengths
-
-
-def _mask_extents(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each row's tokens start and how many they are, on the host."""
-    extents = call(_ops.mask_extents, (mask if mask.dtype == torch.bool else mask != 0).contiguous())
-    starts, spans, counts = extents.cpu()  # the one read: sizes must be known
-    holes = torch.nonzero(spans != counts)
-    if holes.numel():
-        row = int(holes[0])
-        raise ValueError(
-            f"pack: expected an attention_mask without holes, got {int(counts[row])} tokens in a span of "
-            f"{int(spans[row])} in row {row}"
-        )
-    return starts, counts
-
-
-def _host_lengths(lengths: Tensor | Sequence[int] | None) -> Tensor:
-    """The lengths as int64 on the host: a copy, which the caller's later changes do not reach."""
-    assert lengths is not None  # without a mask there are lengths
-    if not isinstance(lengths, Tensor):
-        lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
-    return as_int64(lengths, "pack", "lengths").to("cpu", copy=True)
-
-
-def _common_width(batch: Mapping[str, Tensor], lengths: Tensor, per_sequence: Collection[str]) -> int:
-    widths = {k: v.shape[1] for k, v in batch.items() if v.dim() >= 2 and k not in per_sequence}
-    if len(set(widths.values())) > 1:
-        raise ValueError(
-            f"pack: expected per-token tensors of one padded length, got {widths} (name per-sequence tensors in "
-            "per_sequence)"
-        )
-    if widths:
-        return next(iter(widths.values()))
-    return int(lengths.max()) if lengths.numel() else 0
-
-
-def _check_lengths(lengths: Tensor, width: int) -> None:
-    if lengths.dim() != 1:
-        raise ValueError(f"pack: expected lengths [S], got {list(lengths.shape)}")
-    if lengths.numel() and not (int(lengths.min()) >= 0 and int(lengths.max()) <= width):
-        row = int(torch.nonzero((lengths < 0) | (lengths > width))[0])
-        raise ValueError(f"pack: expected lengths in [0, {width}], got lengths[{row}] = {int(lengths[row])}")
-
-
-def _per_token_keys(
-    batch: Mapping[str, Tensor], sequences: int, width: int, per_sequence: Collection[str]
-) -> frozenset[str]:
-    for key, value in batch.items():
-        if value.dim() < 1 or value.shape[0] != sequences:
-            raise ValueError(
-                f"pack: expected {key!r} as [{sequences}, ...] (one row per sequence), got {list(value.shape)}"
-            )
-    return frozenset(k for k, v in batch.items() if v.dim() >= 2 and v.shape[1] == width and k not in per_sequence)
-
-
 def _check_packed(op: str, packed: PackedBatch) -> dict[str, Tensor]:
     """Return the per-token tensors of a packed batch, checked."""
     for key, value in packed.data.items():
@@ -406,10 +348,3 @@ def _assemble(
         sequence_multiple_of=sequence_multiple_of,
         per_sequence=per_sequence,
     )
-
-
-def _fake_mask_extents(mask: Tensor) -> Tensor:
-    return mask.new_empty((3, mask.shape[0]), dtype=torch.int64)
-
-
-register_fake("mask_extents", _fake_mask_extents)
