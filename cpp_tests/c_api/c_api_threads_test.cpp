@@ -94,6 +94,7 @@ TEST_F(CApiThreads, TheNumberIsChecked) {
 TEST_F(CApiThreads, AChildProcessComputesWithoutThePool) {
   const auto alone = scan_.run();
   ASSERT_EQ(areal_set_num_threads(2), AREAL_OK);
+  expect_same_bits(scan_.run(), alone);  // the worker has started, and waits again when the fork comes
   const pid_t child = fork();
   if (child == 0) {
     const bool same = scan_.run() == alone && areal_num_threads() == 1 && areal_set_num_threads(2) == AREAL_OK &&

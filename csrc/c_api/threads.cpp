@@ -43,17 +43,13 @@ class Pool {
       throw;
     }
   }
-  ~Pool() {
-    if (process_ == getpid()) {
-      stop();
-    } else {  // after a fork the threads are not there
-      for (std::thread& worker : workers_) worker.detach();
-    }
-  }
+  ~Pool() { stop(); }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int64_t threads() const { return process_ == getpid() ? static_cast<int64_t>(workers_.size()) + 1 : 1; }
+  // After a fork the workers are not there. Nor can the pool be destroyed: a condition variable waits for its waiters.
+  bool is_lost() const { return process_ != getpid(); }
+  int64_t threads() const { return is_lost() ? 1 : static_cast<int64_t>(workers_.size()) + 1; }
 
   void run(int64_t begin, int64_t end, int64_t grain, RangeFn body) {
     if (threads() == 1 || taken_.test_and_set(std::memory_order_acquire)) return body(begin, end);
@@ -145,7 +141,8 @@ areal_status areal_set_num_threads(int64_t threads) {
     AREAL_CHECK(threads >= 1 && threads <= kMostThreads, "areal_set_num_threads: expected threads in 1..", kMostThreads,
                 ", got ", threads);
     auto pool = threads > 1 ? std::make_unique<Pool>(threads) : nullptr;
-    delete std::exchange(g_pool, pool.release());
+    Pool* old = std::exchange(g_pool, pool.release());
+    if (old != nullptr && !old->is_lost()) delete old;
     if (g_lent.parallel_for == nullptr) use_own_pool();
   });
 }
