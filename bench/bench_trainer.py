@@ -21,7 +21,7 @@ from areal_core.assets import resolve_model
 from areal_core.model import PackedDecoder, layers, load_model, load_tokenizer
 from areal_core.model.flat import unflatten
 from areal_core.rl.batch import Batch, Microbatch, build_batch, cut_microbatches
-from areal_core.rl.config import Config, LossConfig, Objective, TrainConfig
+from areal_core.rl.config import Config, LossConfig, TrainConfig
 from areal_core.rl.data import Group, Trajectory
 from areal_core.rl.trainer import Trainer
 from areal_core.tasks import ChainArithmetic
@@ -74,7 +74,7 @@ class MinibatchCase:
             [np.arange(b - len(t.response_ids), b) - 1 for t, b in zip(self.trajectories, bounds[1:], strict=True)]
         )
         ids = np.concatenate(whole).astype(np.int64)
-        arrays = (ids, bounds, np.arange(len(bounds)), rows, np.arange(len(rows)))
+        arrays = (ids, bounds, np.arange(len(bounds)), rows, np.arange(len(rows)), self.batch.response_bounds)
         return Microbatch(*(torch.from_numpy(a) for a in arrays))
 
     def objective(self, logits: Tensor, micro: Microbatch) -> Tensor:
@@ -225,15 +225,15 @@ def step_metrics(trainer: Trainer, batch: list[Group]) -> dict[str, Any]:
 def step_case(bench: Bench, groups: int, size: int) -> None:
     """Whole steps; each provider trains its own copy, at a rate that leaves the work the same."""
     providers: dict[str, Callable[[], Any]] = {}
-    cases: tuple[tuple[str, Objective, int], ...] = (
-        ("decoupled, stale", "decoupled", 1),
-        ("decoupled, synchronous", "decoupled", 0),
-        ("naive, stale", "naive", 1),
-        ("uncorrected, stale", "uncorrected", 1),
+    cases: tuple[tuple[str, LossConfig, int], ...] = (
+        ("decoupled, stale", LossConfig(), 1),
+        ("decoupled, synchronous", LossConfig(), 0),
+        ("naive, stale", LossConfig(proximal="behavior"), 1),
+        ("uncorrected, stale", LossConfig(objective="reinforce", ratio_level="off", proximal="behavior"), 1),
     )
-    for name, objective, age in cases:
+    for name, loss, age in cases:
         model = load_model(resolve_model("chain_policy"))
-        config = Config(loss=LossConfig(objective=objective), train=TrainConfig(learning_rate=1e-9))
+        config = Config(loss=loss, train=TrainConfig(learning_rate=1e-9))
         trainer, batch = Trainer(model, config), make_groups(model, groups, size, age, bench.args.seed)
         providers[name] = partial(step_metrics, trainer, batch)
 

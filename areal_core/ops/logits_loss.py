@@ -151,7 +151,14 @@ class _LogitsLoss(torch.autograd.Function):
 
 
 def _fake(
-    logits: Tensor, labels: Tensor, temperatures: Any, temperature: float, mask: Tensor, proximal: Tensor, *_: Any
+    logits: Tensor,
+    labels: Tensor,
+    temperatures: Any,
+    temperature: float,
+    mask: Tensor,
+    ignore_index: int,
+    proximal: Tensor,
+    *_: Any,
 ) -> Any:
     return tuple(torch.empty_like(proximal) for _ in range(3))
 
