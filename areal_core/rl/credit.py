@@ -47,8 +47,10 @@ class CreditAssigner:
         logprobs: Tensor | None = None,
         ref_logprobs: Tensor | None = None,
         values: Tensor | None = None,
-    ) -> Tensor:
-        """Advantages float32 [N] on the CPU; 0 for tokens that are not live.
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages, and without their whitening: float32 [N] on the CPU; 0 for tokens that are not live.
+
+        The second is what a critic learns from, since whitened advantages are no longer on the scale of its values.
 
         Args:
             batch: the batch.
@@ -56,7 +58,7 @@ class CreditAssigner:
             values: [N] of the critic before the step, for estimators that have one.
         """
         if not batch.samples:
-            return torch.zeros(0)
+            return torch.zeros(0), torch.zeros(0)
         config, shaping = self._config, self._shaping
         layout: dict[str, Any] = {
             "cu_seqlens": torch.from_numpy(batch.response_bounds),
@@ -67,14 +69,15 @@ class CreditAssigner:
         shaped = ops.shape_rewards(
             torch.from_numpy(batch.rewards), shaping, **layout, **(policies if shaping.kl_coef else unused)
         )
+        separate = self._estimator.critic and self._estimator.whiten
         greedy = None
         if self._estimator.greedy_baseline:
             lengths = torch.from_numpy(batch.greedy_lengths)
             bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
             rewards = torch.from_numpy(batch.greedy_rewards)
             greedy = ops.shape_rewards(rewards, replace(shaping, kl_coef=0.0), cu_seqlens=bounds).rewards
-        advantages = ops.compute_advantages(
-            config.name,
+        plain = ops.compute_advantages(
+            replace(self._estimator, whiten=False) if separate else self._estimator,
             rewards=shaped.rewards[:, None] if self._estimator.per_reward else shaped.rewards,  # a task has one
             token_rewards=shaped.token_rewards,
             group_ids=torch.from_numpy(batch.group_of),
@@ -85,11 +88,14 @@ class CreditAssigner:
             lam=config.lam,
             **layout,
             **(policies if config.beta else unused),
-            **config.options,
         )
         if shaping.kl_coef:
             self._adapt(batch, policies)
-        return advantages.float()
+        if not separate:
+            return plain.float(), plain.float()
+        e = self._estimator
+        advantages = ops.whiten(plain, loss_mask=layout["loss_mask"], ddof=e.ddof, eps=e.eps, eps_in_root=e.eps_in_root)
+        return advantages.float(), plain.float()
 
     def state_dict(self) -> dict[str, Any]:
         """The KL coefficient, which adapts."""

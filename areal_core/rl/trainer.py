@@ -188,13 +188,14 @@ class Trainer:
             target[micro.tokens] = function(micro)
 
     def _assign(self, batch: Batch, tensors: BatchTensors) -> None:
-        tensors.advantages = self._credit.assign(
+        advantages, plain = self._credit.assign(
             batch,
             logprobs=tensors.proximal if self.config.needs_policy_logprobs else None,
             ref_logprobs=tensors.reference if self.config.needs_policy_logprobs else None,
             values=tensors.values if self._critic is not None else None,
-        ).to(tensors.device)
-        tensors.returns = tensors.advantages + tensors.values
+        )
+        tensors.advantages = advantages.to(tensors.device)
+        tensors.returns = plain.to(tensors.device) + tensors.values
 
     def _logprobs(self, model: PackedDecoder, tensors: BatchTensors, micro: Microbatch) -> Tensor:
         return self._outputs(model, tensors, micro).logprobs

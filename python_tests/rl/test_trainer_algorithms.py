@@ -191,3 +191,16 @@ def test_groups_of_equal_rewards_train_where_the_loss_has_more_than_advantages(l
     trainer = Trainer(make_model(), make_config(loss=loss), reference=make_model(seed=1) if loss.kl_coef else None)
     metrics, _ = trainer.step(groups, VERSION)
     assert metrics["optim/updates"] == (0 if loss == LossConfig() else 1)
+
+
+def test_whitened_advantages_leave_the_returns_of_the_critic_alone() -> None:
+    """Whitening scales what the policy sees; the critic still learns the rewards, here with an error that shrinks."""
+    groups = batch_of(sizes=(4,) * 6)
+
+    def critic_losses(**options: Any) -> list[float]:
+        advantage = AdvantageConfig(name="orz", options=options)
+        critic = CriticConfig(learning_rate=1e-2, clip=None, warmup_steps=5)
+        trainer = Trainer(make_model(), make_config(advantage=advantage, critic=critic))
+        return [trainer.step(groups, VERSION)[0]["critic/loss"] for _ in range(5)]
+
+    assert critic_losses(whiten=True) == critic_losses()
