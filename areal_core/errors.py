@@ -17,6 +17,8 @@ __all__ = [
     "DeadlineError",
     "GeneratorError",
     "MissingPackageError",
+    "PatchError",
+    "UnsupportedVersionError",
 ]
 
 
@@ -54,3 +56,11 @@ class CorruptedError(ArealError):
 
 class MissingPackageError(ArealError, ImportError):
     """An optional package is not installed; the text says what needs it and how to install it."""
+
+
+class PatchError(ArealError):
+    """A function of a framework is replaced already, or no longer as it was left; the text names it."""
+
+
+class UnsupportedVersionError(ArealError):
+    """A framework is not as expected; the text names its version, what differs and what was expected."""

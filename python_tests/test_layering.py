@@ -5,7 +5,8 @@ C++      base <- cuda <- ops/<op> <- c_api; base <- decode; base <- reshard; bin
          Torch and pybind11 appear in *_torch.cpp and bind/ only, the CUDA toolkit in cuda/port.cuh only.
          reshard: plan knows neither executor nor transports, executor knows transport.h only, a transport neither.
 Python   ops and reshard import nothing above them; generate never imports rl; reference is for tests and benches;
-         only rl/loop.py joins rollout, trainer, publish and evaluation; estimators knows ops and the look of telemetry.
+         only rl/loop.py joins rollout, trainer, publish and evaluation; estimators knows ops and the look of telemetry;
+         integrations knows ops and reshard, and nothing knows it.
 """
 
 import ast
@@ -27,10 +28,11 @@ PROJECT_IMPORTS = {
     "reshard": {"reshard", "_C", "errors"},
     "reference": {"reference"},
     "estimators": {"estimators", "ops", "telemetry", "errors"},
+    "integrations": {"integrations", "ops", "reshard", "errors"},
     "errors": set(),
 }
 # At module level these import LIGHT_LIBRARIES and the standard library alone.
-LIGHT_PACKAGES = {"estimators", "ops", "reshard"}
+LIGHT_PACKAGES = {"estimators", "integrations", "ops", "reshard"}
 LIGHT_LIBRARIES = {"torch", "numpy"}
 JOINED_BY_THE_LOOP = {
     "rl.rollout": "rollout",
@@ -47,6 +49,10 @@ HEAVY = (
     "yaml",
     "ray",
     "matplotlib",
+    "trl",
+    "verl",
+    "areal",
+    "accelerate",
     "areal_core.rl",
 )
 
@@ -154,6 +160,8 @@ def import_faults(module: str, text: str) -> Iterator[str]:
         yield from (f"{module}: expected no import of {p}" for p in sorted(packages - PROJECT_IMPORTS[package]))
     if package != "reference" and "reference" in packages:
         yield f"{module}: expected reference in tests and benches only"
+    if package != "integrations" and "integrations" in packages:
+        yield f"{module}: expected no import of integrations"
     if package == "generate" and "rl" in packages:
         yield f"{module}: expected generate to know nothing of rl"
     if package in LIGHT_PACKAGES:
@@ -187,6 +195,9 @@ def test_imports() -> None:
         ("generate.engine", "from areal_core import rl"),
         ("estimators.exact", "from areal_core.rl.trpo import trpo_step"),
         ("estimators.figure", "import matplotlib.pyplot as plt"),
+        ("integrations.trl", "import trl"),
+        ("integrations.trl", "from areal_core.rl import trainer"),
+        ("rl.trainer", "from areal_core.integrations import trl"),
         ("rl.trainer", "from areal_core.reference import loss"),
         ("rl.trainer", "from areal_core.rl import publish\nfrom areal_core.rl.rollout import Rollout"),
         ("rl.rollout", "from areal_core.rl.trainer import Trainer\nfrom areal_core.evaluate import evaluate_policy"),
@@ -202,6 +213,7 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
         ("ops.loss", "import math\nimport torch\nfrom areal_core import _C\nfrom areal_core.ops._dispatch import call"),
         ("reshard.hf", "def f():\n    import safetensors"),
         ("estimators.figure", "from areal_core import ops\ndef f():\n    import matplotlib"),
+        ("integrations.trl", "from areal_core import ops, reshard\ndef f():\n    import trl"),
         ("rl.loop", "from areal_core.rl import publish, rollout, trainer\nfrom areal_core.evaluate import x"),
         ("rl.trainer", "from areal_core import ops\nfrom areal_core.rl.publish import Publisher"),
     ],
