@@ -76,12 +76,12 @@ def allowed_prefixes(path: str) -> tuple[str, ...]:
 def forbidden_prefixes(path: str) -> tuple[str, ...]:
     """Exceptions to allowed_prefixes inside reshard, and for host code, which sees no device header."""
     stem = path.rsplit(".", 1)[0]
-    if stem == "reshard/plan":
-        return ("reshard/executor", "reshard/transport")
+    if stem in ("reshard/plan", "reshard/layout"):
+        return ("reshard/executor", "reshard/transport", "reshard/version_store")
     if stem == "reshard/executor":
         return ("reshard/transports/",)
     if path.startswith("reshard/transports/"):
-        return ("reshard/plan", "reshard/executor")
+        return ("reshard/plan", "reshard/layout", "reshard/executor")
     return () if path.endswith((".cu", ".cuh")) else ("cuda/",)
 
 

@@ -13,17 +13,17 @@ namespace areal::reshard {
 
 // 11 tensors of int32, from scalars and empty ones to some that span several of the 4 KiB chunks the tests use.
 inline constexpr int64_t kTestChunkBytes = 4096;
-inline Layout test_layout() {
+inline ArenaLayout test_layout() {
   std::vector<TensorSpec> specs;
   for (const int64_t size : {0, 1, 2, 17, 31, 251, 1021, 1024, 2053, 4093, 5000}) {
     specs.push_back({"layers." + std::to_string(size) + ".weight", "int32", 4, {size}});
   }
-  return Layout(std::move(specs));
+  return ArenaLayout(std::move(specs));
 }
 
 class Weights {
  public:
-  explicit Weights(const Layout& layout, int64_t version) {
+  explicit Weights(const ArenaLayout& layout, int64_t version) {
     for (const TensorSpec& spec : layout.tensors()) {
       tensors_.emplace_back(static_cast<size_t>(spec.bytes() / 4), static_cast<int32_t>(version));
       pointers_.push_back(reinterpret_cast<const std::byte*>(tensors_.back().data()));

@@ -122,7 +122,7 @@ TEST(VersionStore, PinsFindDamageInDataAndInChecksums) {
   const Pin pin = store.pin(Deadline(1.0));
   pin.verify();
   std::byte* arena = store.memory()->writable_arena(pin.arena_index());
-  for (const Piece& piece : store.plan().pieces) {
+  for (const ArenaPiece& piece : store.plan().pieces) {
     for (const int64_t at : {piece.target_offset_bytes, piece.target_offset_bytes + piece.bytes - 1}) {
       arena[at] ^= std::byte{0x80};
       expect_error<CorruptedError>(store.layout().tensors()[size_t(piece.tensor)].name, [&] { pin.verify(); });

@@ -41,7 +41,7 @@ VersionStore create(const std::vector<SpecTuple>& specs, int64_t chunk_bytes) {
   std::vector<TensorSpec> tensors;
   for (const auto& [name, dtype, item_bytes, shape] : specs) tensors.push_back({name, dtype, item_bytes, shape});
   const py::gil_scoped_release unlocked;
-  return VersionStore::create(Layout(std::move(tensors)), chunk_bytes);
+  return VersionStore::create(ArenaLayout(std::move(tensors)), chunk_bytes);
 }
 
 VersionStore attach(int fd) {
@@ -154,8 +154,8 @@ void register_reshard(py::module_& m) {
       .def_property_readonly("specs", &specs_of)
       .def_property_readonly("offsets_bytes", &offsets_of)
       .def_property_readonly("payload_bytes", [](const VersionStore& s) { return s.layout().payload_bytes(); })
-      .def_property_readonly("wire_bytes", [](const VersionStore& s) { return s.plan().wire_bytes; })
-      .def_property_readonly("bound_bytes", [](const VersionStore& s) { return s.plan().lower_bound.wire_bytes; })
+      .def_property_readonly("wire_bytes", [](const VersionStore& s) { return s.plan().payload_bytes; })
+      .def_property_readonly("bound_bytes", [](const VersionStore& s) { return s.plan().payload_bytes; })
       .def_property_readonly("digest", [](const VersionStore& s) { return s.plan().digest; })
       .def_property_readonly("chunks", [](const VersionStore& s) { return s.plan().chunks.size(); })
       .def("version", &VersionStore::version)

@@ -1,62 +1,108 @@
-// What is moved: tensors by their canonical (Hugging Face) name, and where each lies in an arena. A Layout is a pure
-// value: the same tensors give the same offsets and the same digest in every process, whatever order they came in.
+// Which rank holds what of a model, and where in its storage. One Layout describes one side: all trainer ranks, or all
+// generator ranks. Both sides speak of canonical tensors (Hugging Face names and shapes); what is fused, interleaved,
+// padded or renamed in a rank's storage is described by Storage, which the planner does not need: it works on canonical
+// boxes, the executor alone on storage.
+//
+// A pure value: the same tensors in any order give the same digest in every process. Regions of all ranks are never
+// held at once (DeepSeek-V3 on 256 ranks has 11.6 million); they are made for one rank when asked.
 #pragma once
 
-#include <cstddef>
+#include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "reshard/box.h"
+#include "reshard/mesh.h"
+#include "reshard/placement.h"
+#include "reshard/tensor_spec.h"
+
 namespace areal::reshard {
 
-// The engine moves bytes: a dtype is a label that both sides compare, and the size of one element.
-struct TensorSpec {
-  std::string name;
-  std::string dtype;  // torch's name: "bfloat16", "float8_e4m3fn", ...
-  int64_t item_bytes = 0;
-  std::vector<int64_t> shape;  // empty: a scalar
+// Where the local part of a canonical tensor lies in a rank's storage. The local index space is that of local_boxes():
+// boxes side by side. With everything at its default the part is a contiguous buffer of its own, named like the tensor.
+//
+// Example: vLLM's qkv_proj on one rank is [q | k | v] rows of one buffer; k has offset = q_rows * hidden. Megatron's
+// linear_qkv has, for each group of heads, q rows, then k, then v: q has group_rows = q_per_group * head_dim and
+// group_stride = (q_per_group + 2) * head_dim * hidden.
+struct Storage {
+  std::string buffer;                 // the rank's own name of the buffer; empty: the canonical name
+  std::vector<int64_t> buffer_shape;  // of the rank's buffer, padding and neighbours included; empty: the local shape
+  int64_t offset = 0;                 // elements; where local element 0 lies
+  std::vector<int64_t> strides;       // elements, per dimension of the tensor; empty: row-major in the local shape
+  int64_t group_rows = 0;             // rows (dim 0) of one group; 0: all rows are one group
+  int64_t group_stride = 0;           // elements from the first row of one group to that of the next
 
-  // Elements times item_bytes. Throws areal::Error when that leaves int64.
-  int64_t bytes() const;
-  bool operator==(const TensorSpec&) const = default;
+  bool operator==(const Storage&) const = default;
+};
+
+struct TensorLayout {
+  TensorSpec spec;                    // canonical
+  int32_t mesh = 0;                   // position in Layout::meshes(): the ranks that hold any of this tensor
+  std::vector<Placement> placements;  // one per dimension of the mesh
+  Storage storage;
+
+  bool operator==(const TensorLayout&) const = default;
+};
+
+// One local tensor of a rank, contiguous row-major: what the owner of the rank binds memory to.
+struct Buffer {
+  std::string name;
+  std::string dtype;
+  int64_t item_bytes;
+  std::vector<int64_t> shape;
+
+  bool operator==(const Buffer&) const = default;
+};
+
+// A box of a canonical tensor that lies in a buffer with constant strides: element i of the box (coordinates relative
+// to box.start) is buffer element offset + sum_d i_d strides[d].
+struct Region {
+  int32_t tensor;  // position in Layout::tensors()
+  Box box;
+  int32_t buffer;  // position in RankStorage::buffers
+  int64_t offset;
+  std::array<int64_t, kMaxDims> strides;
+};
+
+struct RankStorage {
+  std::vector<Buffer> buffers;  // sorted by name
+  std::vector<Region> regions;  // sorted by tensor, then in the order of local_boxes()
+  // Whether regions cover every element of the buffer; where they don't, the rest is padding, which a target zeroes.
+  std::vector<bool> fully_covered;  // per buffer
 };
 
 class Layout {
  public:
-  // Every tensor starts on a cache line, so that non-temporal stores never share one.
-  static constexpr int64_t kAlignmentBytes = 64;
+  // Sorts tensors by name. Throws areal::Error naming the tensor for a repeated name, a mesh that does not exist,
+  // placements that do not fit (see local_boxes), storage that leaves its buffer, overlaps another region's of the same
+  // rank (aliases of one tensor excepted: they are one entry), or buffers of one name that differ in shape or dtype.
+  // Checks that need one rank's regions run when storage(rank) makes them.
+  Layout(std::vector<Mesh> meshes, std::vector<TensorLayout> tensors);
 
-  // Sorts by name and packs the tensors one behind the other. Throws areal::Error for an empty or repeated name, a
-  // negative dimension, an element size outside [1, 64], or a total that leaves int64.
-  explicit Layout(std::vector<TensorSpec> tensors);
-
-  const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  const std::vector<Mesh>& meshes() const { return meshes_; }
+  const std::vector<TensorLayout>& tensors() const { return tensors_; }
   int64_t count() const { return static_cast<int64_t>(tensors_.size()); }
-  int64_t offset_bytes(int64_t tensor) const { return offsets_[static_cast<size_t>(tensor)]; }
-  // Position of a name in tensors().
   std::optional<int64_t> find(std::string_view name) const;
+  // Every rank of any mesh, ascending.
+  const std::vector<int32_t>& ranks() const { return ranks_; }
 
-  int64_t arena_bytes() const { return arena_bytes_; }      // a multiple of kAlignmentBytes, at least one
-  int64_t payload_bytes() const { return payload_bytes_; }  // without the padding between tensors
-  // Covers names, dtypes, element sizes, shapes and offsets.
+  // Covers meshes, names, dtypes, element sizes, shapes, placements and storage.
   uint64_t digest() const { return digest_; }
 
-  // A byte string that parse() turns back into an equal Layout. parse() trusts nothing: it throws areal::Error for
-  // anything that serialize() cannot have written.
-  std::string serialize() const;
-  static Layout parse(std::string_view text);
+  // The boxes of a tensor on a rank, empty when it holds none.
+  std::vector<Box> boxes(int64_t tensor, int32_t rank) const;
+  // Buffers and regions of one rank. A few milliseconds for 45,000 tensors.
+  RankStorage storage(int32_t rank) const;
 
  private:
-  std::vector<TensorSpec> tensors_;
-  std::vector<int64_t> offsets_;
-  int64_t arena_bytes_ = 0;
-  int64_t payload_bytes_ = 0;
+  std::vector<Mesh> meshes_;
+  std::vector<TensorLayout> tensors_;
+  std::vector<int32_t> ranks_;
   uint64_t digest_ = 0;
 };
-
-// The first difference between two layouts, as "tensor 'x': expected ..., got ..."; empty when they are equal.
-std::string describe_difference(const Layout& expected, const Layout& got);
 
 }  // namespace areal::reshard

@@ -1,57 +1,105 @@
-// Who copies which bytes where: a deterministic pure function of the layout of the source and that of the target.
+// Who sends which bytes to whom: a deterministic pure function of the source's layout, the target's, and the topology.
 //
-// A piece is one contiguous run of bytes within one tensor, the unit of copying and of checksums. A chunk is a
-// contiguous range of the target arena holding whole pieces, the unit of transport: small tensors travel together,
-// large ones are cut. So far both layouts must be equal (one trainer process, generators with whole replicas).
+// An atom is a box of one canonical tensor that goes from one rank to one other: the common refinement of the source's
+// and the target's boxes, cut so that it fits a chunk. A chunk is the unit of transport: whole atoms back to back, each
+// row-major in canonical order, so that sender and receiver agree on every byte without a word about names or shapes.
+// Bytes that a rank holds already are copied locally and are no wire bytes.
+//
+// Of several replicas of an atom one sends: chosen so that the most loaded sender is as light as possible.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "reshard/box.h"
 #include "reshard/layout.h"
+#include "reshard/topology.h"
 
 namespace areal::reshard {
 
-struct Piece {
-  int64_t tensor;               // position in Layout::tensors()
-  int64_t source_offset_bytes;  // within the tensor
-  int64_t target_offset_bytes;  // within the arena; a multiple of Layout::kAlignmentBytes
-  int64_t bytes;                // > 0
+struct PlanOptions {
+  int64_t chunk_bytes = int64_t{8} << 20;  // most bytes of one chunk
+  // Where several ranks of one node need the same atom, one stripe goes to each over the NICs, and they complete each
+  // other within the node (phase 1). Then wire_bytes counts NIC bytes apart from those within nodes.
+  bool multicast = false;
 
-  bool operator==(const Piece&) const = default;
+  bool operator==(const PlanOptions&) const = default;
+};
+
+struct Atom {
+  int32_t source_tensor;  // position in the source layout
+  int32_t target_tensor;  // position in the target layout
+  Box box;                // canonical
 };
 
 struct Chunk {
-  int64_t first_piece;
-  int64_t piece_count;
-  int64_t target_offset_bytes;
-  int64_t span_bytes;  // in the target, padding between tensors included
-
-  bool operator==(const Chunk&) const = default;
+  int32_t id;  // 0, 1, ... within one Message
+  int64_t bytes;
+  int64_t first_atom;  // positions in Message::atoms
+  int64_t atom_count;
 };
 
-// What no plan can beat: bytes that the target needs and does not hold.
+// All that goes from one rank to another in one phase.
+struct Message {
+  int32_t source;
+  int32_t target;
+  int32_t phase;  // 0: from source storage; 1: a target rank passes on what it received (multicast)
+  int64_t bytes;
+  std::vector<Atom> atoms;
+  std::vector<Chunk> chunks;
+};
+
+// One rank's part. Messages are sorted by (phase, peer).
+struct RankPlan {
+  int32_t rank;
+  std::vector<Message> sends;
+  std::vector<Message> receives;
+  std::vector<Atom> local_copies;
+};
+
+// What no plan can beat. Times in seconds under the topology.
 struct LowerBound {
-  int64_t wire_bytes = 0;
+  int64_t wire_bytes = 0;      // bytes that target ranks need and do not hold (multicast: that their nodes do)
+  double ingress_seconds = 0;  // the most loaded target rank
+  double node_seconds = 0;     // the most loaded node's ingress
+  double egress_seconds = 0;   // the tightest set of holders
+  double seconds = 0;          // the largest of them
 };
 
-struct Plan {
-  std::vector<Piece> pieces;  // ordered by target offset
-  std::vector<Chunk> chunks;  // ordered by target offset
-  int64_t wire_bytes = 0;
-  LowerBound lower_bound;
-  uint64_t digest = 0;  // covers both layouts, the pieces and the chunks; both sides compare it before data moves
+struct SenderLoad {
+  int32_t rank;
+  int64_t bytes;
 };
 
-// How many chunks to give one thread at least, so that waking it pays: a few hundred microseconds of copying.
-int64_t chunks_per_thread(const Plan& plan);
+struct PlanStats {
+  int64_t wire_bytes = 0;
+  int64_t local_bytes = 0;
+  int64_t messages = 0;
+  int64_t max_received_bytes = 0;
+  std::vector<SenderLoad> senders;    // every rank that could send anything, ascending by rank
+  double sender_max_over_mean = 1;    // over bytes / bandwidth of ranks that share holdings
+  double seconds = 0;                 // estimated under the topology, every link at its rate
+  int64_t unused_source_tensors = 0;  // in the source, not in the target
+};
 
-inline constexpr int64_t kMinChunkBytes = int64_t{4} << 20;
-inline constexpr int64_t kMaxChunkBytes = int64_t{64} << 20;
+class Plan {
+ public:
+  // Throws areal::Error naming the tensor that the target has and the source lacks, that differs in dtype or shape, or
+  // of which some box has no living holder.
+  static std::shared_ptr<const Plan> make(std::shared_ptr<const Layout> source, std::shared_ptr<const Layout> target,
+                                          const Topology& topology, const PlanOptions& options);
+  virtual ~Plan() = default;
 
-// chunk_bytes: most bytes of one chunk, a multiple of Layout::kAlignmentBytes. All chunks but the last are filled to
-// within one alignment of it. Meant for [kMinChunkBytes, kMaxChunkBytes]; smaller ones serve tests.
-// Throws areal::Error naming the first tensor in which the layouts differ.
-Plan make_plan(const Layout& source, const Layout& target, int64_t chunk_bytes);
+  virtual const Layout& source() const = 0;
+  virtual const Layout& target() const = 0;
+  virtual const PlanOptions& options() const = 0;
+  virtual const PlanStats& stats() const = 0;
+  virtual const LowerBound& lower_bound() const = 0;
+  // Covers both layouts, topology, options and every choice made: equal on all ranks, compared before data moves.
+  virtual uint64_t digest() const = 0;
+  // Made when asked, in at most 50 ms for 45,000 tensors. Thread-safe.
+  virtual RankPlan rank(int32_t rank) const = 0;
+};
 
 }  // namespace areal::reshard

@@ -49,7 +49,7 @@ void wait_until_unpinned(StoreMemory& memory, int arena, ProcessIdentity self, c
 }
 
 // The checksum of one piece where it lies in the arena.
-uint64_t checksum_in_place(const StoreMemory& memory, int arena, const Piece& piece) {
+uint64_t checksum_in_place(const StoreMemory& memory, int arena, const ArenaPiece& piece) {
   return xxh3_64(memory.arena(arena) + piece.target_offset_bytes, static_cast<size_t>(piece.bytes));
 }
 
@@ -88,13 +88,13 @@ Publication Publication::begin(std::shared_ptr<StoreMemory> memory, int64_t vers
 
 void Publication::write(std::span<const std::byte* const> sources, ChunkRange chunks) {
   AREAL_CHECK(seated_, "Publication.write: expected an open publication, got one committed or aborted");
-  const Plan& plan = memory_->plan();
+  const ArenaPlan& plan = memory_->plan();
   AREAL_CHECK(static_cast<int64_t>(sources.size()) == memory_->layout().count(), "Publication.write: expected ",
               memory_->layout().count(), " sources, got ", sources.size());
-  ShmTransport transport(arena(), memory_->control().heartbeat);
-  send_chunks(plan, chunks, sources, transport, stores_for(plan), memory_->checksums(arena_index()));
+  write_chunks(plan, chunks, sources, {arena(), memory_->control().heartbeat}, stores_for(plan),
+               memory_->checksums(arena_index()));
   for (int64_t c = chunks.begin; c < chunks.end; ++c) {
-    const Chunk& chunk = plan.chunks[static_cast<size_t>(c)];
+    const ArenaChunk& chunk = plan.chunks[static_cast<size_t>(c)];
     for (int64_t p = chunk.first_piece; p < chunk.first_piece + chunk.piece_count; ++p) {
       const auto index = static_cast<size_t>(p);
       if (sources[static_cast<size_t>(plan.pieces[index].tensor)] != nullptr) written_[index] = 1;
@@ -106,7 +106,7 @@ void Publication::seal(int64_t tensor) {
   AREAL_CHECK(seated_, "Publication.seal: expected an open publication, got one committed or aborted");
   const auto& pieces = memory_->plan().pieces;
   const auto first =
-      std::partition_point(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.tensor < tensor; });
+      std::partition_point(pieces.begin(), pieces.end(), [&](const ArenaPiece& p) { return p.tensor < tensor; });
   for (auto piece = first; piece != pieces.end() && piece->tensor == tensor; ++piece) {
     const auto index = static_cast<size_t>(piece - pieces.begin());
     memory_->checksums(arena_index())[index] = checksum_in_place(*memory_, arena_index(), *piece);
@@ -117,7 +117,7 @@ void Publication::seal(int64_t tensor) {
 void Publication::check_complete() const {
   const auto missing = std::find(written_.begin(), written_.end(), 0);
   if (missing == written_.end()) return;
-  const Piece& piece = memory_->plan().pieces[static_cast<size_t>(missing - written_.begin())];
+  const ArenaPiece& piece = memory_->plan().pieces[static_cast<size_t>(missing - written_.begin())];
   throw Error(format_message(
       "VersionStore.publish: tensor '", memory_->layout().tensors()[static_cast<size_t>(piece.tensor)].name,
       "': expected all bytes written before commit, got none at offset ", piece.source_offset_bytes));
@@ -155,7 +155,7 @@ void Publication::leave_seat() {
 
 void check_intact(const StoreMemory& memory, int64_t damaged_piece, int64_t version) {
   if (damaged_piece == kNoPiece) return;
-  const Piece& piece = memory.plan().pieces[static_cast<size_t>(damaged_piece)];
+  const ArenaPiece& piece = memory.plan().pieces[static_cast<size_t>(damaged_piece)];
   throw CorruptedError(
       format_message("VersionStore: tensor '", memory.layout().tensors()[static_cast<size_t>(piece.tensor)].name,
                      "' of version ", version, ": expected the bytes that were published, got others in [",

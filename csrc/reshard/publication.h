@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "reshard/arena_copy.h"
 #include "reshard/deadline.h"
-#include "reshard/executor.h"
 #include "reshard/process_identity.h"
 #include "reshard/store_memory.h"
 

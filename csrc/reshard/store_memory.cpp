@@ -34,7 +34,7 @@ void check_header(const StoreHeader& header, size_t file_bytes) {
 
 }  // namespace
 
-StoreGeometry StoreGeometry::of(const Layout& layout, const Plan& plan) {
+StoreGeometry StoreGeometry::of(const ArenaLayout& layout, const ArenaPlan& plan) {
   StoreGeometry g;
   const auto arena_bytes = static_cast<size_t>(layout.arena_bytes());
   g.layout_bytes = layout.serialize().size();
@@ -45,7 +45,7 @@ StoreGeometry StoreGeometry::of(const Layout& layout, const Plan& plan) {
   return g;
 }
 
-StoreMemory::StoreMemory(const SharedMemory& file, Layout layout, Plan plan)
+StoreMemory::StoreMemory(const SharedMemory& file, ArenaLayout layout, ArenaPlan plan)
     : layout_(std::move(layout)), plan_(std::move(plan)), geometry_(StoreGeometry::of(layout_, plan_)) {
   const auto offset = static_cast<int64_t>(geometry_.control_bytes);
   const auto arenas = static_cast<int64_t>(2 * geometry_.arena_stride);
@@ -63,8 +63,8 @@ void StoreMemory::prefault_writable() {
   if (!writable_prefaulted_.exchange(true, std::memory_order_relaxed)) writable_.prefault();
 }
 
-OpenStore create_store(Layout layout, int64_t chunk_bytes) {
-  Plan plan = make_plan(layout, layout, chunk_bytes);
+OpenStore create_store(ArenaLayout layout, int64_t chunk_bytes) {
+  ArenaPlan plan = make_arena_plan(layout, chunk_bytes);
   const StoreGeometry geometry = StoreGeometry::of(layout, plan);
   SharedMemory file = SharedMemory::create("areal-version-store", static_cast<int64_t>(geometry.total_bytes));
   auto memory = std::make_shared<StoreMemory>(file, std::move(layout), std::move(plan));
@@ -94,8 +94,8 @@ OpenStore attach_store(int fd) {
 
   const Mapping front = file.map(0, static_cast<int64_t>(kLayoutOffset + header.layout_bytes), Access::kRead);
   const std::string_view text(reinterpret_cast<const char*>(front.data()) + kLayoutOffset, header.layout_bytes);
-  Layout layout = Layout::parse(text);
-  Plan plan = make_plan(layout, layout, static_cast<int64_t>(header.chunk_bytes));
+  ArenaLayout layout = ArenaLayout::parse(text);
+  ArenaPlan plan = make_arena_plan(layout, static_cast<int64_t>(header.chunk_bytes));
   const StoreGeometry geometry = StoreGeometry::of(layout, plan);
   AREAL_CHECK(plan.digest == header.plan_digest, "VersionStore.attach: expected plan digest = ", header.plan_digest,
               ", got ", plan.digest, " from the stored layout");

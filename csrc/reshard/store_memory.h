@@ -3,7 +3,7 @@
 //
 //     0      StoreHeader                        192    ArenaRecord of arena 1
 //     64     ControlLine                        256    reader slots: 64 words
-//     128    ArenaRecord of arena 0             768    serialized Layout
+//     128    ArenaRecord of arena 0             768    serialized ArenaLayout
 //     ...    piece checksums of arena 0, then of arena 1
 //     ...    arena 0, arena 1, each on a page of its own
 //
@@ -17,9 +17,9 @@
 #include <memory>
 #include <span>
 
-#include "reshard/layout.h"
-#include "reshard/plan.h"
-#include "reshard/transports/shm.h"
+#include "reshard/arena_layout.h"
+#include "reshard/arena_plan.h"
+#include "reshard/shared_memory.h"
 
 namespace areal::reshard {
 
@@ -65,15 +65,15 @@ struct StoreGeometry {
   size_t arena_stride;
   size_t total_bytes;
 
-  static StoreGeometry of(const Layout& layout, const Plan& plan);
+  static StoreGeometry of(const ArenaLayout& layout, const ArenaPlan& plan);
 };
 
 class StoreMemory {
  public:
-  StoreMemory(const SharedMemory& file, Layout layout, Plan plan);
+  StoreMemory(const SharedMemory& file, ArenaLayout layout, ArenaPlan plan);
 
-  const Layout& layout() const { return layout_; }
-  const Plan& plan() const { return plan_; }
+  const ArenaLayout& layout() const { return layout_; }
+  const ArenaPlan& plan() const { return plan_; }
   const StoreGeometry& geometry() const { return geometry_; }
 
   StoreHeader& header() const { return *at<StoreHeader>(0); }
@@ -95,8 +95,8 @@ class StoreMemory {
     return reinterpret_cast<T*>(control_.data() + offset_bytes);
   }
 
-  Layout layout_;
-  Plan plan_;
+  ArenaLayout layout_;
+  ArenaPlan plan_;
   StoreGeometry geometry_;
   Mapping control_;
   Mapping readable_;
@@ -110,7 +110,7 @@ struct OpenStore {
 };
 
 // New memory that holds no version yet.
-OpenStore create_store(Layout layout, int64_t chunk_bytes);
+OpenStore create_store(ArenaLayout layout, int64_t chunk_bytes);
 // The store behind fd (duplicated). Throws areal::Error, saying why, for anything create_store() has not written, and
 // for a store of another pid namespace.
 OpenStore attach_store(int fd);

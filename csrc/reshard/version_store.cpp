@@ -47,7 +47,7 @@ void Pin::verify() const {
 
 void Pin::copy_to(std::span<std::byte* const> targets) const {
   check_table();
-  const Plan& plan = memory_->plan();
+  const ArenaPlan& plan = memory_->plan();
   AREAL_CHECK(static_cast<int64_t>(targets.size()) == memory_->layout().count(), "Pin.copy_to: expected ",
               memory_->layout().count(), " targets, got ", targets.size());
   const std::span<const uint64_t> checksums = memory_->checksums(arena_index());
@@ -62,7 +62,7 @@ void Pin::release() {
   memory_->slots()[static_cast<size_t>(slot_)].store(0);
 }
 
-VersionStore VersionStore::create(Layout layout, int64_t chunk_bytes) {
+VersionStore VersionStore::create(ArenaLayout layout, int64_t chunk_bytes) {
   return VersionStore(create_store(std::move(layout), chunk_bytes));
 }
 

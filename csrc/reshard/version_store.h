@@ -86,11 +86,11 @@ class Pin {
 // One process's handle on a store. All methods may be called from several threads at once.
 class VersionStore {
  public:
-  static VersionStore create(Layout layout, int64_t chunk_bytes = kMinChunkBytes);
+  static VersionStore create(ArenaLayout layout, int64_t chunk_bytes = kMinChunkBytes);
   static VersionStore attach(int fd);
 
-  const Layout& layout() const { return memory_->layout(); }
-  const Plan& plan() const { return memory_->plan(); }
+  const ArenaLayout& layout() const { return memory_->layout(); }
+  const ArenaPlan& plan() const { return memory_->plan(); }
   const std::shared_ptr<StoreMemory>& memory() const { return memory_; }
   int fd() const { return file_.fd(); }
   uint64_t epoch() const { return memory_->control().epoch.load(std::memory_order_acquire); }

@@ -1,4 +1,4 @@
-#include "reshard/transports/shm.h"
+#include "reshard/shared_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -106,8 +107,6 @@ Mapping SharedMemory::map(int64_t offset_bytes, int64_t bytes, Access access) co
   AREAL_CHECK(data != MAP_FAILED, "SharedMemory: expected to map ", bytes, " bytes, got ", std::strerror(errno));
   return Mapping(static_cast<std::byte*>(data), static_cast<size_t>(bytes), access);
 }
-
-void ShmTransport::post(int64_t, int64_t) { heartbeat_.store(monotonic_ns(), std::memory_order_relaxed); }
 
 int64_t monotonic_ns() {
   timespec now;

@@ -1,4 +1,4 @@
-#include "reshard/transports/shm.h"
+#include "reshard/shared_memory.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -73,17 +73,6 @@ TEST(SharedMemory, RefusesForeignDescriptors) {
 
 TEST(SharedMemory, RefusesMoreThanTheMachineHas) {
   EXPECT_THROW(SharedMemory::create("test", int64_t{1} << 50), Error);
-}
-
-TEST(ShmTransport, StagesInTheArenaItselfAndBeatsOnPost) {
-  std::byte arena[256] = {};
-  std::atomic<int64_t> heartbeat{0};
-  ShmTransport transport(arena, heartbeat);
-  EXPECT_EQ(transport.stage(64, 10), arena + 64);
-  const int64_t before = monotonic_ns();
-  transport.post(64, 10);
-  EXPECT_GE(heartbeat.load(), before);
-  EXPECT_LE(heartbeat.load(), monotonic_ns());
 }
 
 }  // namespace

@@ -2,11 +2,8 @@
 // process can shrink it under another's feet, passed on by descriptor, and reused for every update.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-
-#include "reshard/transport.h"
 
 namespace areal::reshard {
 
@@ -57,21 +54,6 @@ class SharedMemory {
 
   int fd_;
   int64_t bytes_;
-};
-
-// Packs straight into the receiver's arena, which is mapped here; a posted chunk is there already. Writes the time of
-// each post (CLOCK_MONOTONIC, nanoseconds) to `heartbeat`, for others to see progress.
-class ShmTransport final : public Transport {
- public:
-  ShmTransport(std::byte* arena, std::atomic<int64_t>& heartbeat) : arena_(arena), heartbeat_(heartbeat) {}
-
-  const char* name() const override { return "shm"; }
-  std::byte* stage(int64_t target_offset_bytes, int64_t) override { return arena_ + target_offset_bytes; }
-  void post(int64_t target_offset_bytes, int64_t bytes) override;
-
- private:
-  std::byte* arena_;
-  std::atomic<int64_t>& heartbeat_;
 };
 
 // CLOCK_MONOTONIC in nanoseconds: comparable between the processes of a machine.

@@ -1,4 +1,4 @@
-#include "reshard/plan.h"
+#include "reshard/arena_plan.h"
 
 #include <algorithm>
 
@@ -11,44 +11,42 @@ namespace {
 constexpr int64_t kMaxChunks = int64_t{1} << 24;
 constexpr int64_t kBytesPerThread = int64_t{2} << 20;
 
-uint64_t digest_of(const Layout& source, const Layout& target, const Plan& plan) {
-  std::vector<int64_t> words = {static_cast<int64_t>(source.digest()), static_cast<int64_t>(target.digest())};
-  for (const Piece& p : plan.pieces) {
+uint64_t digest_of(const ArenaLayout& layout, const ArenaPlan& plan) {
+  std::vector<int64_t> words = {static_cast<int64_t>(layout.digest())};
+  for (const ArenaPiece& p : plan.pieces) {
     words.insert(words.end(), {p.tensor, p.source_offset_bytes, p.target_offset_bytes, p.bytes});
   }
-  for (const Chunk& c : plan.chunks) {
+  for (const ArenaChunk& c : plan.chunks) {
     words.insert(words.end(), {c.first_piece, c.piece_count, c.target_offset_bytes, c.span_bytes});
   }
   return xxh3_64(words.data(), words.size() * sizeof(int64_t));
 }
 
 // Puts the piece into the open chunk; opens one when there is none.
-void add_piece(Plan& plan, const Piece& piece, bool open_chunk) {
+void add_piece(ArenaPlan& plan, const ArenaPiece& piece, bool open_chunk) {
   if (open_chunk) {
     plan.chunks.push_back({static_cast<int64_t>(plan.pieces.size()), 0, piece.target_offset_bytes, 0});
   }
-  Chunk& chunk = plan.chunks.back();
+  ArenaChunk& chunk = plan.chunks.back();
   chunk.piece_count += 1;
   chunk.span_bytes = piece.target_offset_bytes + piece.bytes - chunk.target_offset_bytes;
   plan.pieces.push_back(piece);
-  plan.wire_bytes += piece.bytes;
+  plan.payload_bytes += piece.bytes;
 }
 
 }  // namespace
 
-Plan make_plan(const Layout& source, const Layout& target, int64_t chunk_bytes) {
-  AREAL_CHECK(chunk_bytes > 0 && chunk_bytes <= kMaxChunkBytes && chunk_bytes % Layout::kAlignmentBytes == 0,
-              "make_plan: expected chunk_bytes = a multiple of ", Layout::kAlignmentBytes, " up to ", kMaxChunkBytes,
-              ", got ", chunk_bytes);
-  AREAL_CHECK(target.arena_bytes() / chunk_bytes <= kMaxChunks, "make_plan: expected at most ", kMaxChunks,
-              " chunks, got ", target.arena_bytes(), " bytes in chunks of ", chunk_bytes);
-  const std::string difference = describe_difference(source, target);
-  AREAL_CHECK(difference.empty(), "make_plan: ", difference);
+ArenaPlan make_arena_plan(const ArenaLayout& layout, int64_t chunk_bytes) {
+  AREAL_CHECK(chunk_bytes > 0 && chunk_bytes <= kMaxChunkBytes && chunk_bytes % ArenaLayout::kAlignmentBytes == 0,
+              "make_arena_plan: expected chunk_bytes = a multiple of ", ArenaLayout::kAlignmentBytes, " up to ",
+              kMaxChunkBytes, ", got ", chunk_bytes);
+  AREAL_CHECK(layout.arena_bytes() / chunk_bytes <= kMaxChunks, "make_arena_plan: expected at most ", kMaxChunks,
+              " chunks, got ", layout.arena_bytes(), " bytes in chunks of ", chunk_bytes);
 
-  Plan plan;
-  for (int64_t tensor = 0; tensor < target.count(); ++tensor) {
-    const int64_t base = target.offset_bytes(tensor);
-    const int64_t bytes = target.tensors()[static_cast<size_t>(tensor)].bytes();
+  ArenaPlan plan;
+  for (int64_t tensor = 0; tensor < layout.count(); ++tensor) {
+    const int64_t base = layout.offset_bytes(tensor);
+    const int64_t bytes = layout.tensors()[static_cast<size_t>(tensor)].bytes();
     for (int64_t done = 0; done < bytes;) {
       const int64_t at = base + done;
       const int64_t used = plan.chunks.empty() ? chunk_bytes : at - plan.chunks.back().target_offset_bytes;
@@ -58,14 +56,13 @@ Plan make_plan(const Layout& source, const Layout& target, int64_t chunk_bytes) 
       done += length;
     }
   }
-  plan.lower_bound.wire_bytes = target.payload_bytes();
-  plan.digest = digest_of(source, target, plan);
+  plan.digest = digest_of(layout, plan);
   return plan;
 }
 
-int64_t chunks_per_thread(const Plan& plan) {
+int64_t chunks_per_thread(const ArenaPlan& plan) {
   if (plan.chunks.empty()) return 1;
-  const Chunk& last = plan.chunks.back();
+  const ArenaChunk& last = plan.chunks.back();
   const int64_t bytes_per_chunk = (last.target_offset_bytes + last.span_bytes) / int64_t(plan.chunks.size());
   return std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(1, bytes_per_chunk));
 }
