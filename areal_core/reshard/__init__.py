@@ -1,5 +1,6 @@
 """Weight transfer: new versions of a model's tensors, from the trainer to the processes that generate."""
 
-from areal_core.reshard.version_store import PublishStats, Snapshot, TensorSpec, VersionStore
+from areal_core.reshard.spec import Spec
+from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStore
 
-__all__ = ["PublishStats", "Snapshot", "TensorSpec", "VersionStore"]
+__all__ = ["PublishStats", "Snapshot", "Spec", "VersionStore"]

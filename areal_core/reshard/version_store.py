@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing import reduction
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -31,25 +30,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from areal_core import _C
 from areal_core.errors import ClosedError
+from areal_core.reshard.spec import Spec, dtype_name, dtype_of
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 DEFAULT_TIMEOUT_S = 60.0
-
-# Their scale and zero point lie beside the tensor's bytes.
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a store must know of a tensor before there is one: dtype and shape."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Tensor | TensorSpec) -> TensorSpec:
-        """The spec of a tensor; a spec stays itself."""
-        return value if isinstance(value, TensorSpec) else cls(value.dtype, tuple(value.shape))
 
 
 class PublishStats(NamedTuple):
@@ -66,7 +50,7 @@ class PublishStats(NamedTuple):
 class _Layout(NamedTuple):
     """What lies where in an arena; both in the same order."""
 
-    specs: dict[str, TensorSpec]
+    specs: dict[str, Spec]
     offsets_bytes: list[int]
 
     def views(self, buffer: _C.ArenaView) -> dict[str, Tensor]:
@@ -183,15 +167,13 @@ class VersionStore:
         """Private: use `create` or `attach`."""
         self._native: _C.VersionStore | None = native
         specs = {
-            name: TensorSpec(_dtype_of(name, dtype, item_bytes), tuple(shape))
+            name: Spec(dtype_of("VersionStore", name, dtype, item_bytes), tuple(shape))
             for name, dtype, item_bytes, shape in native.specs
         }
         self._layout = _Layout(specs, native.offsets_bytes)
 
     @classmethod
-    def create(
-        cls, tensors: Mapping[str, Tensor | TensorSpec], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    ) -> VersionStore:
+    def create(cls, tensors: Mapping[str, Tensor | Spec], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> VersionStore:
         """A store for tensors of these names, dtypes and shapes, with no version in it yet.
 
         Takes twice the tensors' size of memory at once, and never more.
@@ -199,10 +181,10 @@ class VersionStore:
 
         Raises: ValueError for a quantized dtype, a broken spec, or when the memory is not to be had.
         """
-        specs = {name: TensorSpec.of(value) for name, value in tensors.items()}
+        specs = {name: Spec.of(value) for name, value in tensors.items()}
         for name, spec in specs.items():
-            _dtype_of(name, _dtype_name(spec.dtype), spec.dtype.itemsize)
-        rows = [(name, _dtype_name(s.dtype), s.dtype.itemsize, list(s.shape)) for name, s in specs.items()]
+            dtype_of("VersionStore", name, dtype_name(spec.dtype), spec.dtype.itemsize)
+        rows = [(name, dtype_name(s.dtype), s.dtype.itemsize, list(s.shape)) for name, s in specs.items()]
         return cls(_C.VersionStore.create(rows, chunk_bytes))
 
     @classmethod
@@ -220,7 +202,7 @@ class VersionStore:
         return self._open().fd
 
     @property
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> dict[str, Spec]:
         """What the store holds, sorted by name."""
         return dict(self._layout.specs)
 
@@ -323,27 +305,12 @@ def _attach_and_close(received: Any) -> VersionStore:
         os.close(fd)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: str, dtype_name: str, item_bytes: int) -> torch.dtype:
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != item_bytes:
-        raise ValueError(
-            f"VersionStore: tensor '{name}': expected a dtype of this torch, got {dtype_name} of {item_bytes} bytes"
-        )
-    if dtype in _QUANTIZED:
-        raise ValueError(f"VersionStore: tensor '{name}': expected a dtype of plain bytes, got {dtype_name}")
-    return dtype
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's bytes lie in host memory one behind the other, as they are meant."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _check_tensor(call: str, name: str, spec: TensorSpec, tensor: Tensor) -> None:
+def _check_tensor(call: str, name: str, spec: Spec, tensor: Tensor) -> None:
     """Runs for every tensor of every publication: no text before it is due."""
     expected: str | None = None
     if not isinstance(tensor, Tensor):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.errors import ClosedError, CorruptedError, DeadlineError
-from areal_core.reshard import TensorSpec, VersionStore
+from areal_core.reshard import Spec, VersionStore
 
 DTYPES = [
     torch.float32,
@@ -294,7 +294,7 @@ def test_digests_tell_contents_apart() -> None:
 
 
 def test_specs_describe_a_store_without_tensors() -> None:
-    specs = {"w": TensorSpec(torch.bfloat16, (4, 2)), "b": TensorSpec(torch.float32, ())}
+    specs = {"w": Spec(torch.bfloat16, (4, 2)), "b": Spec(torch.float32, ())}
     with VersionStore.create(specs) as store, VersionStore.attach(store.fileno()) as attached:
         assert attached.specs == store.specs == specs
         assert attached.digest == store.digest
@@ -303,12 +303,12 @@ def test_specs_describe_a_store_without_tensors() -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "message"),
     [
-        ({"q": TensorSpec(torch.qint8, (2,))}, {}, "'q': expected a dtype of plain bytes"),
+        ({"q": Spec(torch.qint8, (2,))}, {}, "'q': expected a dtype of plain bytes"),
         ({"": torch.ones(1)}, {}, "expected tensors with a name"),
-        ({"n": TensorSpec(torch.int8, (-1,))}, {}, "'n': expected sizes >= 0"),
-        ({"n": TensorSpec(torch.int64, (2**40, 2**40))}, {}, "'n': expected fewer than 2\\^63 bytes"),
-        ({"n": TensorSpec(torch.int8, (2**60,))}, {}, "expected at most .* chunks"),
-        ({"n": TensorSpec(torch.int8, (2**40,))}, {}, "bytes of shared memory"),
+        ({"n": Spec(torch.int8, (-1,))}, {}, "'n': expected sizes >= 0"),
+        ({"n": Spec(torch.int64, (2**40, 2**40))}, {}, "'n': expected fewer than 2\\^63 bytes"),
+        ({"n": Spec(torch.int8, (2**60,))}, {}, "expected at most .* chunks"),
+        ({"n": Spec(torch.int8, (2**40,))}, {}, "bytes of shared memory"),
         ({"n": torch.ones(1)}, {"chunk_bytes": 100}, "expected chunk_bytes"),
         ({"n": torch.ones(1)}, {"chunk_bytes": 0}, "expected chunk_bytes"),
     ],
