@@ -144,6 +144,8 @@ void register_reshard(py::module_& m) {
            [](const Publication& p) { return ArenaView{p.memory(), p.arena(), p.memory()->layout().arena_bytes()}; })
       .def("write", &write, py::arg("addresses"), py::arg("first_chunk"), py::arg("end_chunk"))
       .def("seal", &seal, py::arg("tensors"))
+      .def("seal_rest", &Publication::seal_rest, py::call_guard<py::gil_scoped_release>())
+      .def("content_digest", &Publication::content_digest)
       .def("commit", &commit, py::arg("read_back"))
       .def("abort", &Publication::abort);
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/threads.h"
 #include "reshard/errors.h"
+#include "reshard/protocol_orders.h"
 #include "reshard/reader_slots.h"
 #include "reshard/version_store.h"
 #include "reshard/waiting.h"
@@ -36,9 +38,9 @@ void take_seat(ControlLine& control, ProcessIdentity self, const Deadline& deadl
 
 void wait_until_unpinned(StoreMemory& memory, int arena, ProcessIdentity self, const Deadline& deadline) {
   const std::atomic<uint64_t>& readers = memory.control().readers[arena];
-  for (Backoff backoff(deadline); readers.load() != 0;) {
+  for (Backoff backoff(deadline); readers.load(kOrders.drain) != 0;) {
     reclaim_dead_pins(memory, arena, self);
-    if (readers.load() == 0) return;
+    if (readers.load(kOrders.drain) == 0) return;
     if (deadline.passed()) {
       throw DeadlineError(format_message("VersionStore.publish: expected the pins on version ",
                                          memory.record(arena).version.load(), " released within ", deadline.seconds(),
@@ -53,7 +55,7 @@ uint64_t checksum_in_place(const StoreMemory& memory, int arena, const ArenaPiec
   return xxh3_64(memory.arena(arena) + piece.target_offset_bytes, static_cast<size_t>(piece.bytes));
 }
 
-uint64_t content_digest(const StoreMemory& memory, int arena) {
+uint64_t digest_of_checksums(const StoreMemory& memory, int arena) {
   const std::span<const uint64_t> checksums = memory.checksums(arena);
   return xxh3_64(checksums.data(), checksums.size_bytes());
 }
@@ -114,6 +116,28 @@ void Publication::seal(int64_t tensor) {
   }
 }
 
+void Publication::seal_rest() {
+  AREAL_CHECK(seated_, "Publication.seal_rest: expected an open publication, got one committed or aborted");
+  const ArenaPlan& plan = memory_->plan();
+  const std::span<uint64_t> checksums = memory_->checksums(arena_index());
+  parallel_for(0, static_cast<int64_t>(plan.chunks.size()), chunks_per_thread(plan), [&](int64_t begin, int64_t end) {
+    const ArenaChunk& last = plan.chunks[static_cast<size_t>(end - 1)];
+    int64_t piece = plan.chunks[static_cast<size_t>(begin)].first_piece;
+    for (; piece < last.first_piece + last.piece_count; ++piece) {
+      const auto index = static_cast<size_t>(piece);
+      if (written_[index] != 0) continue;
+      checksums[index] = checksum_in_place(*memory_, arena_index(), plan.pieces[index]);
+      written_[index] = 1;
+      memory_->control().heartbeat.store(monotonic_ns(), std::memory_order_relaxed);
+    }
+  });
+}
+
+uint64_t Publication::content_digest() const {
+  check_complete();
+  return digest_of_checksums(*memory_, arena_index());
+}
+
 void Publication::check_complete() const {
   const auto missing = std::find(written_.begin(), written_.end(), 0);
   if (missing == written_.end()) return;
@@ -135,9 +159,9 @@ void Publication::commit(Verify verify) {
               "VersionStore.publish: expected to hold the writer's seat, got ", describe_process(control.writer.load()),
               " on it");
   ArenaRecord& record = memory_->record(arena_index());
-  record.content_digest.store(content_digest(*memory_, arena_index()), std::memory_order_relaxed);
-  record.version.store(version_, std::memory_order_release);
-  control.epoch.store(epoch_);
+  record.content_digest.store(digest_of_checksums(*memory_, arena_index()), std::memory_order_relaxed);
+  record.version.store(version_, kOrders.write_record);
+  control.epoch.store(epoch_, kOrders.flip);
   wake_all(control.epoch);
   leave_seat();
 }

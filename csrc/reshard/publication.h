@@ -38,6 +38,10 @@ class Publication {
   void write(std::span<const std::byte* const> sources, ChunkRange chunks);
   // Declares that the caller has put this tensor into arena() by other means, and takes its checksums there.
   void seal(int64_t tensor);
+  // The same for every tensor not written yet: one pass over the arena, on all threads.
+  void seal_rest();
+  // XXH3 over the checksums, which commit() will publish. Throws areal::Error naming a tensor not written completely.
+  uint64_t content_digest() const;
 
   // Makes the version active. Throws areal::Error naming the first tensor that was not written completely; with
   // kReadBack also reads the arena again and throws CorruptedError if it is not what was written. Then nothing is

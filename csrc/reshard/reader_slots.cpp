@@ -2,6 +2,8 @@
 
 #include <map>
 
+#include "reshard/protocol_orders.h"
+
 namespace areal::reshard {
 namespace {
 
@@ -29,14 +31,14 @@ std::optional<int> claim_slot(StoreMemory& memory, ProcessIdentity self) {
 }
 
 bool pin_epoch(ControlLine& control, int slot, uint64_t epoch) {
-  control.readers[epoch % 2].fetch_or(uint64_t{1} << slot);
-  if (control.epoch.load() == epoch) return true;
+  control.readers[epoch % 2].fetch_or(uint64_t{1} << slot, kOrders.pin);
+  if (control.epoch.load(kOrders.recheck) == epoch) return true;
   unpin_epoch(control, slot, epoch);
   return false;
 }
 
 void unpin_epoch(ControlLine& control, int slot, uint64_t epoch) {
-  control.readers[epoch % 2].fetch_and(~(uint64_t{1} << slot));
+  control.readers[epoch % 2].fetch_and(~(uint64_t{1} << slot), kOrders.unpin);
 }
 
 void reclaim_dead_pins(StoreMemory& memory, int arena, ProcessIdentity self) {

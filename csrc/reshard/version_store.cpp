@@ -2,6 +2,7 @@
 
 #include "base/check.h"
 #include "reshard/errors.h"
+#include "reshard/protocol_orders.h"
 #include "reshard/reader_slots.h"
 #include "reshard/waiting.h"
 #include "reshard/xxh3.h"
@@ -21,7 +22,7 @@ Pin::Pin(std::shared_ptr<StoreMemory> memory, int slot, ProcessIdentity owner)
 
 void Pin::take_active() {
   do {
-    epoch_ = memory_->control().epoch.load();
+    epoch_ = memory_->control().epoch.load(kOrders.look);
   } while (!pin_epoch(memory_->control(), slot_, epoch_));
   version_ = memory_->record(arena_index()).version.load(std::memory_order_acquire);
 }
@@ -70,10 +71,10 @@ VersionStore VersionStore::attach(int fd) { return VersionStore(attach_store(fd)
 
 int64_t VersionStore::version() const {
   const std::atomic<uint64_t>& word = memory_->control().epoch;
-  for (uint64_t epoch = word.load(std::memory_order_acquire); epoch != 0;) {
+  for (uint64_t epoch = word.load(kOrders.poll); epoch != 0;) {
     // The record may be that of a later epoch being written; then the acquire below has made its epoch visible.
-    const int64_t version = memory_->record(static_cast<int>(epoch % 2)).version.load(std::memory_order_acquire);
-    const uint64_t now = word.load(std::memory_order_acquire);
+    const int64_t version = memory_->record(static_cast<int>(epoch % 2)).version.load(kOrders.read_record);
+    const uint64_t now = word.load(kOrders.poll_again);
     if (now == epoch) return version;
     epoch = now;
   }

@@ -15,7 +15,9 @@
 // epoch, load bits) are a Dekker pair: all four are seq_cst, so either the reader sees that its arena was retired or
 // the writer sees the bit. The reader's load of epoch acquires what the writer stored before it in step 4; each
 // copying thread fences its non-temporal stores, and joins, before that. The writer's load of readers = 0 acquires the
-// readers' last loads, released by their clearing of the bit, so it overwrites nothing still being read.
+// readers' last loads, released by their clearing of the bit, so it overwrites nothing still being read. A bit is set
+// and cleared by read-modify-write operations alone, so clearing one reader's carries on what another's has released.
+// protocol_orders.h holds the orders, and a test that no weaker ones would do.
 //
 // Crashes, at any instruction. Every step is one atomic operation on a word that names its owner (pid and start
 // time), so there is nothing half-done to repair:
