@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from areal_core import _C
 from areal_core.errors import ClosedError
+from areal_core.reshard.arena import ArenaTensors, is_plain
+from areal_core.reshard.draft import Draft
 from areal_core.reshard.spec import Spec, dtype_name, dtype_of
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -47,35 +48,6 @@ class PublishStats(NamedTuple):
     bound_bytes: int  # what no plan can beat: bytes / bound_bytes is the overhead of the plan
 
 
-class _Layout(NamedTuple):
-    """What lies where in an arena; both in the same order."""
-
-    specs: dict[str, Spec]
-    offsets_bytes: list[int]
-
-    def views(self, buffer: _C.ArenaView) -> dict[str, Tensor]:
-        """Tensors over an arena; each keeps the buffer alive."""
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-        views = {}
-        for (name, spec), offset in zip(self.specs.items(), self.offsets_bytes, strict=True):
-            first = offset // spec.dtype.itemsize
-            views[name] = torch.empty(0, dtype=spec.dtype).set_(storage, first, spec.shape)  # type: ignore[call-overload]
-        return views
-
-    def in_order(self, call: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors in the order of the layout. Raises ValueError unless they are what the specs say."""
-        unknown = sorted(tensors.keys() - self.specs.keys())
-        if unknown:
-            raise ValueError(f"{call}: tensor '{unknown[0]}': expected no tensor of that name, got one")
-        ordered = []
-        for name, spec in self.specs.items():
-            if name not in tensors:
-                raise ValueError(f"{call}: tensor '{name}': expected, got no tensor of that name")
-            _check_tensor(call, name, spec, tensors[name])
-            ordered.append(tensors[name])
-        return ordered
-
-
 class Snapshot:
     """One version, pinned: it is not overwritten until `release`, or the end of the `with` block.
 
@@ -88,7 +60,7 @@ class Snapshot:
     A pin belongs to the process that took it; a forked child must take its own.
     """
 
-    def __init__(self, pin: _C.Pin, layout: _Layout) -> None:
+    def __init__(self, pin: _C.Pin, layout: ArenaTensors) -> None:
         """Private: use `VersionStore.pin`."""
         self._pin = pin
         self._layout = layout
@@ -116,11 +88,11 @@ class Snapshot:
         """
         self._check_pinned("copy_into")
         ordered = self._layout.in_order("Snapshot.copy_into", targets)
-        addresses = [t.data_ptr() if _is_plain(t) else 0 for t in ordered]
+        addresses = [t.data_ptr() if is_plain(t) else 0 for t in ordered]
         if 0 in addresses:
             self._pin.verify()
             for view, target in zip(self.tensors.values(), ordered, strict=True):
-                if not _is_plain(target):
+                if not is_plain(target):
                     target.detach().copy_(view)
         self._pin.copy_to(addresses)
         torch.autograd.graph.increment_version(ordered)
@@ -170,7 +142,7 @@ class VersionStore:
             name: Spec(dtype_of("VersionStore", name, dtype, item_bytes), tuple(shape))
             for name, dtype, item_bytes, shape in native.specs
         }
-        self._layout = _Layout(specs, native.offsets_bytes)
+        self._layout = ArenaTensors(specs, native.offsets_bytes)
 
     @classmethod
     def create(cls, tensors: Mapping[str, Tensor | Spec], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> VersionStore:
@@ -236,21 +208,22 @@ class VersionStore:
         native = self._open()
         sources = self._layout.in_order("VersionStore.publish", tensors)
         start = time.perf_counter()
-        publication = native.begin(version, allow_rollback, timeout)
-        try:
+        with Draft(native, self._layout, version, allow_rollback, timeout) as draft:
             begun = time.perf_counter()
-            addresses = [t.data_ptr() if _is_plain(t) else 0 for t in sources]
-            publication.write(addresses, 0, native.chunks)
-            if 0 in addresses:
-                self._place_others(publication, sources)
-            publication.commit(verify)
-        finally:
-            publication.abort()  # nothing after a commit
+            draft.copy_in_order(sources)
+            draft.commit(verify=verify)
         end = time.perf_counter()
         payload = native.payload_bytes
         return PublishStats(
             version, payload, end - start, payload / max(end - begun, 1e-9), begun - start, native.bound_bytes
         )
+
+    def draft(self, version: int, *, timeout: float = DEFAULT_TIMEOUT_S, allow_rollback: bool = False) -> Draft:
+        """Begin a version that something else than `publish` fills: its tensors, writable, in the inactive arena.
+
+        Arguments and errors are those of `publish`. While the draft is open no other process publishes.
+        """
+        return Draft(self._open(), self._layout, version, allow_rollback, timeout)
 
     def version(self) -> int:
         """The active version, -1 before the first. Costs less than a microsecond: poll as often as you like."""
@@ -288,14 +261,6 @@ class VersionStore:
             raise ClosedError("VersionStore: expected an open store, got a closed one")
         return self._native
 
-    def _place_others(self, publication: _C.Publication, sources: list[Tensor]) -> None:
-        """Let torch copy what is not plain memory (strided, on a device, conjugated) straight into the arena."""
-        others = [i for i, tensor in enumerate(sources) if not _is_plain(tensor)]
-        views = list(self._layout.views(publication.arena()).values())
-        for i in others:
-            views[i].copy_(sources[i].detach())
-        publication.seal(others)
-
 
 def _attach_and_close(received: Any) -> VersionStore:
     fd = received.detach()
@@ -303,25 +268,3 @@ def _attach_and_close(received: Any) -> VersionStore:
         return VersionStore.attach(fd)
     finally:
         os.close(fd)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes lie in host memory one behind the other, as they are meant."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _check_tensor(call: str, name: str, spec: Spec, tensor: Tensor) -> None:
-    """Runs for every tensor of every publication: no text before it is due."""
-    expected: str | None = None
-    if not isinstance(tensor, Tensor):
-        expected = f"a torch.Tensor, got {type(tensor).__name__}"
-    elif tensor.dtype != spec.dtype:
-        expected = f"dtype = {spec.dtype}, got {tensor.dtype}"
-    elif tensor.shape != spec.shape:
-        expected = f"shape = {list(spec.shape)}, got {list(tensor.shape)}"
-    elif is_traceable_wrapper_subclass(tensor):
-        expected = f"a plain tensor, got {type(tensor).__name__} (gather it first)"
-    elif tensor.layout != torch.strided or tensor.is_meta:
-        expected = f"a dense tensor with storage, got {tensor.layout} on {tensor.device}"
-    if expected is not None:
-        raise ValueError(f"{call}: tensor '{name}': expected {expected}")
