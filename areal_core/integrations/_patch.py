@@ -26,7 +26,7 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, TracebackType
 from typing import Any
@@ -140,8 +140,7 @@ class Patches:
                         f"{self.framework}: expected {target.seam.module}.{target.seam.attribute} as areal_core left "
                         "it, got another object: undo what was applied later first"
                     )
-            for target, installed in reversed(self._restores):
-                _put(target, installed, target.held)
+            _exchange([(target, installed, target.held) for target, installed in self._restores])
             self._restores = []
 
     def __enter__(self) -> Patches:
@@ -186,19 +185,13 @@ def apply_seams(
         raise ValueError(f"{framework}.apply: expected only in {names}, got {unknown}")
     version = _installed_version(framework, extra or framework)
     fallbacks: Counter[str] = Counter()
-    restores: list[tuple[_Target, Any]] = []
     with _lock:
         targets = [_find(framework, version, versions, seam) for seam in chosen]
-        try:
-            for target in targets:
-                original = Original(target.function, target.seam.name, strict, fallbacks)
-                installed = _replacement(target, original)
-                _put(target, target.held, installed)
-                restores.append((target, installed))
-        except BaseException:
-            for target, installed in reversed(restores):
-                _put(target, installed, target.held)
-            raise
+        originals = [Original(target.function, target.seam.name, strict, fallbacks) for target in targets]
+        restores = [
+            (target, _replacement(target, original)) for target, original in zip(targets, originals, strict=True)
+        ]
+        _exchange([(target, target.held, installed) for target, installed in restores])
     replaced = tuple(seam.name for seam in chosen)
     logger.info("%s %s: replaced %s", framework, version, ", ".join(replaced) or "nothing")
     return Patches(framework, replaced, fallbacks, restores)
@@ -293,26 +286,44 @@ def _replacement(target: _Target, original: Original) -> Any:
     return replacement if target.kind is None else target.kind(replacement)
 
 
-def _put(target: _Target, before: Any, after: Any) -> None:
-    """Put `after` where `before` is: at the seam, and in every module or registry that got hold of it."""
-    if after is _ABSENT:
+def _exchange(changes: Sequence[tuple[_Target, Any, Any]]) -> None:
+    """Put the last of each triple where the middle one is: at the seam, and in all that got hold of it; all or none."""
+    done: list[tuple[_Target, Any]] = []
+    try:
+        for target, before, after in changes:
+            _put(target, after)
+            done.append((target, before))
+    except BaseException:
+        for target, before in reversed(done):
+            _put(target, before)
+        raise
+    shared = [x for x in changes if isinstance(x[0].owner, ModuleType) and x[0].seam.everywhere]
+    replacements = {id(before): after for _, before, after in shared}
+    packages = {target.seam.module.split(".")[0] for target, _, _ in shared}
+    if shared:
+        for namespace, key in _holders(replacements, packages):
+            held = namespace[key]  # of a registry that two modules hold: replaced already
+            namespace[key] = replacements.get(id(held), held)
+
+
+def _put(target: _Target, value: Any) -> None:
+    if value is _ABSENT:
         delattr(target.owner, target.key)
     else:
-        setattr(target.owner, target.key, after)
-    if isinstance(target.owner, ModuleType) and target.seam.everywhere:
-        for namespace, key in list(_holders(before, target.seam.module.split(".")[0])):
-            namespace[key] = after
+        setattr(target.owner, target.key, value)
 
 
-def _holders(function: Any, package: str) -> Iterator[tuple[dict[Any, Any], Any]]:
-    """Where modules hold the object: by a name, or in the package's own modules in a dictionary (a registry)."""
+def _holders(functions: Collection[int], packages: Collection[str]) -> list[tuple[dict[Any, Any], Any]]:
+    """Where modules hold objects of these ids: by a name, or, modules of the packages, in a registry (a dictionary)."""
+    found: list[tuple[dict[Any, Any], Any]] = []
     for name, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):
             continue
-        of_package = name == package or name.startswith(f"{package}.")
+        has_registries = name.split(".")[0] in packages
         for key, value in list(namespace.items()):
-            if value is function:
-                yield namespace, key
-            elif of_package and type(value) is dict:
-                yield from ((value, inner) for inner, held in list(value.items()) if held is function)
+            if id(value) in functions:
+                found.append((namespace, key))
+            elif has_registries and type(value) is dict:
+                found += [(value, inner) for inner, held in list(value.items()) if id(held) in functions]
+    return found
