@@ -1,12 +1,15 @@
-"""What adapters of several frameworks share: logits of any shape, and what the kernels do not take."""
+"""What adapters of several frameworks share: logits of any shape, padded tensors, and what the kernels do not take."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from areal_core import ops
-from areal_core.ops import _C, LogprobOutput
+from areal_core.ops import _C, LogprobOutput, PPOLossConfig
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +40,12 @@ def cannot_score(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None
 
 
 def score(
-    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, loss_mask: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    loss_mask: Tensor | None = None,
+    inplace_backward: bool = False,
 ) -> LogprobOutput:
     """`ops.logprob_from_logits` for logits [..., V] and labels [...]; outputs have the shape of the labels.
 
@@ -46,11 +54,13 @@ def score(
     if _is_matrix(logits):
         rows = logits.view(-1, logits.shape[-1])
         mask = None if loss_mask is None else loss_mask.reshape(-1)
-        out = ops.logprob_from_logits(rows, labels.reshape(-1), temperature=temperature, loss_mask=mask)
+        out = ops.logprob_from_logits(
+            rows, labels.reshape(-1), temperature=temperature, loss_mask=mask, inplace_backward=inplace_backward
+        )
         return LogprobOutput(*(x.view(labels.shape) for x in out))
     masks = [None] * len(logits) if loss_mask is None else loss_mask.unbind(0)
     outs = [
-        score(one, label, temperature=temperature, loss_mask=mask)
+        score(one, label, temperature=temperature, loss_mask=mask, inplace_backward=inplace_backward)
         for one, label, mask in zip(logits.unbind(0), labels.unbind(0), masks, strict=True)
     ]
     return LogprobOutput(*(torch.stack(x) for x in zip(*outs, strict=True)))
@@ -68,3 +78,119 @@ def _is_matrix(logits: Tensor) -> bool:
             return False
         spacing = size * stride
     return True
+
+
+def has_kernels(*tensors: Tensor | None) -> bool:
+    """Whether the kernels run where the tensors are."""
+    return all(x is None or no_kernel_for(x.device, torch.float32) is None for x in tensors)
+
+
+def row_offsets(padded: Tensor) -> Tensor:
+    """cu_seqlens of the rows of a padded tensor [S, L]."""
+    rows, columns = padded.shape
+    return torch.arange(0, rows * columns + 1, max(columns, 1), device=padded.device)[: rows + 1]
+
+
+def computed_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype in which our losses take the tensors: float32, or float64 where there is one."""
+    given = [x.dtype for x in tensors if x is not None]
+    return torch.float64 if torch.float64 in given else torch.float32
+
+
+def any_true(*flags: Tensor | None) -> bool:
+    """Whether one of the 0-d flags is set: one wait for the device, none without flags."""
+    present = [flag for flag in flags if flag is not None]
+    return bool(present) and bool(torch.stack(present).any())
+
+
+def is_not_binary(mask: Tensor) -> Tensor | None:
+    """0-d flag: a mask that weights tokens rather than choosing them. None for bools, which can't."""
+    return None if mask.dtype == torch.bool else ((mask != 0) & (mask != 1)).any()
+
+
+def is_not_finite(tensors: Iterable[Tensor | None]) -> Tensor:
+    """0-d flag: some tensor holds NaN or an infinity."""
+    return torch.stack([~x.isfinite().all() for x in tensors if x is not None]).any()
+
+
+class Reduction(NamedTuple):
+    """How the terms of a padded batch become a loss: what PPOLossConfig and ppo_loss take, then a division."""
+
+    aggregation: str
+    normalizer: float | Tensor | None = None
+    divisor: float | Tensor | None = None
+
+    def finish(self, loss: Tensor) -> Tensor:
+        return loss if self.divisor is None else loss / self.divisor
+
+
+def is_usable_total(total: Any) -> bool:
+    """Whether it can be a normalizer: None, a positive number, or a tensor of one element (not read back)."""
+    if total is None:
+        return True
+    return total.numel() == 1 if isinstance(total, Tensor) else total > 0
+
+
+def aggregate(terms: Tensor, live: Tensor, reduction: Reduction) -> Tensor:
+    """Reduce terms [S, L] to a loss in one pass; masked terms are never read.
+
+    They are the log-probabilities of the plain policy gradient -A log p with A = -1.
+    """
+    flat = terms.to(computed_dtype(terms)).reshape(-1)
+    out = ops.ppo_loss(
+        flat,
+        flat.detach(),
+        torch.full_like(flat, -1.0),
+        live.reshape(-1),
+        cu_seqlens=row_offsets(live),
+        normalizer=reduction.normalizer,
+        config=PPOLossConfig(objective="reinforce", ratio_level="off", aggregation=reduction.aggregation),
+    )
+    return reduction.finish(out.loss)
+
+
+def carried_back(values: Tensor, live: Tensor) -> Tensor:
+    """Give masked tokens of [S, L] the value of the next live one of their row, 0 after the last."""
+    columns = values.shape[1]
+    index = torch.where(live, torch.arange(columns, device=values.device), columns)
+    following = index.flip(1).cummin(1).values.flip(1)
+    return torch.cat([values, values.new_zeros(len(values), 1)], dim=1).gather(1, following)
+
+
+def group_ids(labels: Any) -> Tensor:
+    """Number groups by the first appearance of their labels, which may be any hashable values; on the host."""
+    numbers: dict[Any, int] = {}
+    listed = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    return torch.tensor([numbers.setdefault(x, len(numbers)) for x in listed], dtype=torch.int64)
+
+
+class _K3(torch.autograd.Function):
+    """exp(y) - 1 - y with y = reference - logprob held to [-20, 20], at most `cap`; no gradient beyond either."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, reference: Tensor, cap: float, gradient: str) -> Tensor:
+        value = ops.kl_penalty(logprobs, reference, estimator="k3")
+        ctx.save_for_backward(logprobs, reference)
+        ctx.options = (cap, gradient)
+        return value.clamp(max=cap)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logprobs, reference = ctx.saved_tensors
+        cap, gradient = ctx.options
+        y = reference - logprobs
+        if gradient == "k2":
+            return -grad * y, None, None, None
+        slope = torch.expm1(y)
+        inside = (y.abs() <= 20) & (slope - y <= cap)
+        return torch.where(inside | y.isnan(), -grad * slope, 0.0), None, None, None
+
+
+def k3_penalty(logprobs: Tensor, reference: Tensor, *, cap: float, gradient: str = "k3") -> Tensor:
+    """Schulman's k3 per token, right to the last digits also where it is tiny, and at most `cap`.
+
+    `gradient` "k2": its value with the gradient of k2.
+    """
+    dtype = computed_dtype(logprobs, reference)
+    value: Tensor = _K3.apply(logprobs.to(dtype), reference.detach().to(dtype), cap, gradient)  # type: ignore[no-untyped-call]
+    return value
