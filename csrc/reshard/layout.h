@@ -28,27 +28,36 @@ namespace areal::reshard {
 // Example: vLLM's qkv_proj on one rank is [q | k | v] rows of one buffer; k has offset = q_rows * hidden. Megatron's
 // linear_qkv has, for each group of heads, q rows, then k, then v: q has group_rows = q_per_group * head_dim and
 // group_stride = (q_per_group + 2) * head_dim * hidden.
+//
+// Flat and Ragged parts are flat: they take neither strides nor groups. A Flat part lies in its rank's window
+// [i c, (i + 1) c) of the longer flat buffer; at an offset of that buffer it needs buffer_shape.
 struct Storage {
-  std::string buffer;                 // the rank's own name of the buffer; empty: the canonical name
-  std::vector<int64_t> buffer_shape;  // of the rank's buffer, padding and neighbours included; empty: the local shape
+  // The rank's own name of the buffer; empty: the canonical name.
+  std::string buffer = {};
+  // Of the rank's buffer, padding and neighbours included; nullopt: the local shape.
+  std::optional<std::vector<int64_t>> buffer_shape = {};
   int64_t offset = 0;                 // elements; where local element 0 lies
-  std::vector<int64_t> strides;       // elements, per dimension of the tensor; empty: row-major in the local shape
+  std::vector<int64_t> strides = {};  // elements, per dimension of the tensor; empty: row-major in the local shape
   int64_t group_rows = 0;             // rows (dim 0) of one group; 0: all rows are one group
   int64_t group_stride = 0;           // elements from the first row of one group to that of the next
 
   bool operator==(const Storage&) const = default;
 };
 
+// Bounds of offset, strides and group_stride.
+inline constexpr int64_t kMaxStorageElements = int64_t{1} << 56;
+
 struct TensorLayout {
   TensorSpec spec;                    // canonical
   int32_t mesh = 0;                   // position in Layout::meshes(): the ranks that hold any of this tensor
   std::vector<Placement> placements;  // one per dimension of the mesh
-  Storage storage;
+  Storage storage = {};
 
   bool operator==(const TensorLayout&) const = default;
 };
 
-// One local tensor of a rank, contiguous row-major: what the owner of the rank binds memory to.
+// One local tensor of a rank, contiguous row-major: what the owner of the rank binds memory to. A rank of a tensor's
+// mesh has its buffer even where it holds no element of it.
 struct Buffer {
   std::string name;
   std::string dtype;
@@ -65,7 +74,7 @@ struct Region {
   Box box;
   int32_t buffer;  // position in RankStorage::buffers
   int64_t offset;
-  std::array<int64_t, kMaxDims> strides;
+  std::array<int64_t, kMaxDims> strides;  // entries from box.dims on are 0
 };
 
 struct RankStorage {
@@ -77,10 +86,9 @@ struct RankStorage {
 
 class Layout {
  public:
-  // Sorts tensors by name. Throws areal::Error naming the tensor for a repeated name, a mesh that does not exist,
-  // placements that do not fit (see local_boxes), storage that leaves its buffer, overlaps another region's of the same
-  // rank (aliases of one tensor excepted: they are one entry), or buffers of one name that differ in shape or dtype.
-  // Checks that need one rank's regions run when storage(rank) makes them.
+  // Sorts tensors by name; sorts meshes and leaves out repeated ones, so that mesh numbers change. Throws areal::Error
+  // naming the tensor for a repeated name, a mesh that does not exist, placements that do not fit (check_placements) or
+  // storage that contradicts itself.
   Layout(std::vector<Mesh> meshes, std::vector<TensorLayout> tensors);
 
   const std::vector<Mesh>& meshes() const { return meshes_; }
@@ -95,13 +103,30 @@ class Layout {
 
   // The boxes of a tensor on a rank, empty when it holds none.
   std::vector<Box> boxes(int64_t tensor, int32_t rank) const;
-  // Buffers and regions of one rank. A few milliseconds for 45,000 tensors.
+  // The same, of the rank at a position of the tensor's mesh, into memory that is used again.
+  void assign_part(int64_t tensor, int64_t position, LocalPart& part) const;
+
+  // Buffers and regions of one rank. A few milliseconds for 45,000 tensors. Throws areal::Error naming the tensor and
+  // the rank for storage that leaves its buffer or overlaps other storage of the rank (aliases of one tensor are one
+  // entry of a layout), and for buffers of one name that differ in shape or dtype.
   RankStorage storage(int32_t rank) const;
 
  private:
+  friend class StorageBuilder;
+
+  const std::string& buffer_name(const TensorLayout& tensor) const {
+    return tensor.storage.buffer.empty() ? tensor.spec.name : tensor.storage.buffer;
+  }
+  void sort_meshes();
+  void number_buffers();
+  void collect_ranks();
+  uint64_t compute_digest() const;
+
   std::vector<Mesh> meshes_;
   std::vector<TensorLayout> tensors_;
   std::vector<int32_t> ranks_;
+  std::vector<int32_t> buffer_ids_;  // per tensor; numbered in the order of buffer names
+  int32_t buffer_count_ = 0;
   uint64_t digest_ = 0;
 };
 
