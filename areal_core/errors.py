@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArealError",
+    "CancelledError",
     "CheckpointError",
     "ClosedError",
     "ConfigError",
@@ -18,6 +19,7 @@ __all__ = [
     "GeneratorError",
     "MissingPackageError",
     "PatchError",
+    "PeerError",
     "UnsupportedVersionError",
 ]
 
@@ -52,6 +54,14 @@ class ClosedError(ArealError):
 
 class CorruptedError(ArealError):
     """Bytes differ from their checksum; the text says which."""
+
+
+class PeerError(ArealError, ConnectionError):
+    """A peer is gone or is not who it should be; the text names its rank."""
+
+
+class CancelledError(ArealError):
+    """The call was cancelled from another thread; the text says what was under way."""
 
 
 class MissingPackageError(ArealError, ImportError):
