@@ -8,7 +8,9 @@ namespace areal::reshard {
 
 struct RankLink {
   int32_t rank;
-  double bytes_per_s;  // replaces Topology::nic_bytes_per_s; 0: unreachable, nothing may be sent from it
+  double bytes_per_s;  // replaces Topology::nic_bytes_per_s; 0: unreachable, nothing may be sent from it or to it
+
+  bool operator==(const RankLink&) const = default;
 };
 
 struct Topology {
@@ -19,7 +21,11 @@ struct Topology {
 
   int32_t node_of(int32_t rank) const { return rank / ranks_per_node; }
   double nic_of(int32_t rank) const;
-  bool operator==(const Topology&) const;
+  bool operator==(const Topology&) const = default;
 };
+
+// The same topology with its links sorted by rank. Throws areal::Error for rates outside [1, 1e14] bytes/s (a link's
+// may be 0), nodes without ranks, and ranks with two links.
+Topology canonical(Topology topology);
 
 }  // namespace areal::reshard
