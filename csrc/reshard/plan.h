@@ -20,8 +20,8 @@ namespace areal::reshard {
 
 struct PlanOptions {
   int64_t chunk_bytes = int64_t{8} << 20;  // most bytes of one chunk
-  // Where several ranks of one node need the same atom, one stripe goes to each over the NICs, and they complete each
-  // other within the node (phase 1). Then wire_bytes counts NIC bytes apart from those within nodes.
+  // Where several ranks of one node need the same atom, each is sent a stripe of it (small atoms: one is sent all), and
+  // they complete each other within the node (phase 1): bytes cross the NICs once for each node.
   bool multicast = false;
 
   bool operator==(const PlanOptions&) const = default;
@@ -60,45 +60,53 @@ struct RankPlan {
 
 // What no plan can beat. Times in seconds under the topology.
 struct LowerBound {
-  int64_t wire_bytes = 0;      // bytes that target ranks need and do not hold (multicast: that their nodes do)
+  int64_t wire_bytes = 0;      // bytes that target ranks need and do not hold
+  int64_t nic_bytes = 0;       // of these, with no holder on the node (multicast: counted once for the node)
   double ingress_seconds = 0;  // the most loaded target rank
   double node_seconds = 0;     // the most loaded node's ingress
-  double egress_seconds = 0;   // the tightest set of holders
+  double egress_seconds = 0;   // the tightest set of holders: the flow's minimum cut
   double seconds = 0;          // the largest of them
 };
 
 struct SenderLoad {
   int32_t rank;
-  int64_t bytes;
+  int64_t bytes;      // sent in phase 0
+  int64_t nic_bytes;  // of these, to other nodes
+
+  bool operator==(const SenderLoad&) const = default;
 };
 
 struct PlanStats {
-  int64_t wire_bytes = 0;
+  int64_t wire_bytes = 0;  // between ranks, both phases
+  int64_t nic_bytes = 0;   // of these, between nodes
   int64_t local_bytes = 0;
   int64_t messages = 0;
-  int64_t max_received_bytes = 0;
+  int64_t max_received_bytes = 0;     // by one rank, both phases
   std::vector<SenderLoad> senders;    // every rank that could send anything, ascending by rank
-  double sender_max_over_mean = 1;    // over bytes / bandwidth of ranks that share holdings
-  double seconds = 0;                 // estimated under the topology, every link at its rate
+  double sender_max_over_mean = 1;    // of bytes / bandwidth in phase 0, among ranks that can take over from each other
+  double seconds = 0;                 // estimated under the topology, every link at its rate, phase 1 after phase 0
   int64_t unused_source_tensors = 0;  // in the source, not in the target
 };
 
 class Plan {
  public:
   // Throws areal::Error naming the tensor that the target has and the source lacks, that differs in dtype or shape, or
-  // of which some box has no living holder.
+  // of which some box has no reachable holder; the target rank that needs bytes and is unreachable; the option or the
+  // part of the topology that makes no sense.
   static std::shared_ptr<const Plan> make(std::shared_ptr<const Layout> source, std::shared_ptr<const Layout> target,
                                           const Topology& topology, const PlanOptions& options);
   virtual ~Plan() = default;
 
   virtual const Layout& source() const = 0;
   virtual const Layout& target() const = 0;
+  virtual const Topology& topology() const = 0;
   virtual const PlanOptions& options() const = 0;
   virtual const PlanStats& stats() const = 0;
   virtual const LowerBound& lower_bound() const = 0;
   // Covers both layouts, topology, options and every choice made: equal on all ranks, compared before data moves.
   virtual uint64_t digest() const = 0;
-  // Made when asked, in at most 50 ms for 45,000 tensors. Thread-safe.
+  // Made when asked, in at most 50 ms for 45,000 tensors. Thread-safe. Throws areal::Error for a rank of neither
+  // layout.
   virtual RankPlan rank(int32_t rank) const = 0;
 };
 
