@@ -95,6 +95,9 @@ OpenStore attach_store(int fd) {
   const Mapping front = file.map(0, static_cast<int64_t>(kLayoutOffset + header.layout_bytes), Access::kRead);
   const std::string_view text(reinterpret_cast<const char*>(front.data()) + kLayoutOffset, header.layout_bytes);
   ArenaLayout layout = ArenaLayout::parse(text);
+  // Before anything is made that is as large as the layout says.
+  AREAL_CHECK(layout.arena_bytes() <= file.size_bytes() / 2, "VersionStore.attach: expected arenas of ",
+              layout.arena_bytes(), " bytes for the stored layout, got a store of ", file.size_bytes());
   ArenaPlan plan = make_arena_plan(layout, static_cast<int64_t>(header.chunk_bytes));
   const StoreGeometry geometry = StoreGeometry::of(layout, plan);
   AREAL_CHECK(plan.digest == header.plan_digest, "VersionStore.attach: expected plan digest = ", header.plan_digest,
