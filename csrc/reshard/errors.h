@@ -18,4 +18,16 @@ class CorruptedError : public Error {
   using Error::Error;
 };
 
+// A peer is gone, or does not speak as it should (foreign token, another plan); the text names its rank.
+class PeerError : public Error {
+ public:
+  using Error::Error;
+};
+
+// cancel() was called, here or by the owner of a transport.
+class CancelledError : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace areal::reshard

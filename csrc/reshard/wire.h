@@ -31,6 +31,9 @@ struct WireHeader {
 };
 static_assert(sizeof(WireHeader) == 64);
 
+// CRC-32C (Castagnoli), as in RFC 3720.
+uint32_t crc32c(std::span<const std::byte> bytes);
+
 // Fills magic, version and header_crc.
 void seal_header(WireHeader& header);
 // Throws CorruptedError saying which field is not what seal_header() wrote.

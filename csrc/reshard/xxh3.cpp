@@ -1,8 +1,14 @@
 #include "reshard/xxh3.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "base/check.h"
 #include "reshard/xxh3_isa.h"
 
 static_assert(std::endian::native == std::endian::little, "XXH3 here reads words in native order");
@@ -92,22 +98,23 @@ uint64_t hash_129_to_240(const uint8_t* p, size_t n) {
   return avalanche(h + mix16(p + n - 16, 136 - 17));
 }
 
-size_t whole_stripes(uint64_t* accumulators, uint8_t* target, const uint8_t* source, size_t bytes,
-                     StripeStores stores) {
-  AREAL_ISA_DISPATCH(xxh3_stripes(accumulators, target, source, bytes, stores));
+constexpr uint64_t kFirstAccumulators[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                            kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+
+void take_stripes(uint64_t* accumulators, const StripeRows& rows, size_t first, StripeStores stores) {
+  AREAL_ISA_DISPATCH(xxh3_stripes(accumulators, rows, first, stores));
 }
 
-// The tail beyond the whole stripes is copied before it is hashed, and hashed where it was copied to.
-uint64_t hash_long(uint8_t* target, const uint8_t* source, size_t n, StripeStores stores) {
-  alignas(64) uint64_t acc[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                 kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-  const size_t done = whole_stripes(acc, target, source, n, stores);
-  const uint8_t* hashed = source;
-  if (stores != StripeStores::kNone) {
-    std::memcpy(target + done, source + done, n - done);
-    hashed = target;
-  }
-  const uint8_t* last = hashed + n - kStripeBytes;
+StripeRows one_run(uint8_t* target, const uint8_t* source, size_t stripes) {
+  const auto bytes = static_cast<int64_t>(stripes * kStripeBytes);
+  return {target, source, bytes, bytes, stripes, 1};
+}
+
+// The stripes before the last 1 to 64 bytes.
+size_t whole_stripes(size_t bytes) { return (bytes - 1) / kStripeBytes; }
+
+// What is left once whole_stripes() have been taken. last: the final 64 of the n bytes.
+uint64_t finish_long(uint64_t* acc, const uint8_t* last, size_t n) {
   for (size_t i = 0; i < 8; ++i) {
     const uint64_t value = read64(last + 8 * i), key = value ^ secret64(kSecretBytes - kStripeBytes - 7 + 8 * i);
     acc[i ^ 1] += value;
@@ -118,6 +125,21 @@ uint64_t hash_long(uint8_t* target, const uint8_t* source, size_t n, StripeStore
     h += multiply_fold(acc[2 * i] ^ secret64(11 + 16 * i), acc[2 * i + 1] ^ secret64(19 + 16 * i));
   }
   return avalanche(h);
+}
+
+// The tail beyond the whole stripes is copied before it is hashed, and hashed where it was copied to.
+uint64_t hash_long(uint8_t* target, const uint8_t* source, size_t n, StripeStores stores) {
+  alignas(64) uint64_t acc[8];
+  std::memcpy(acc, kFirstAccumulators, sizeof acc);
+  take_stripes(acc, one_run(target, source, whole_stripes(n)), 0, stores);
+  const uint8_t* hashed = source;
+  if (stores != StripeStores::kNone) {
+    const size_t done = whole_stripes(n) * kStripeBytes;
+    std::memcpy(target + done, source + done, n - done);
+    store_fence();
+    hashed = target;
+  }
+  return finish_long(acc, hashed + n - kStripeBytes, n);
 }
 
 uint64_t hash_short(const uint8_t* p, size_t n) {
@@ -133,6 +155,22 @@ uint64_t xxh3_64(const void* data, size_t bytes) {
   return bytes <= kLongAbove ? hash_short(p, bytes) : hash_long(nullptr, p, bytes, StripeStores::kNone);
 }
 
+void store_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+namespace {
+
+StripeStores stripe_stores(const void* target, int64_t stride, Stores stores) {
+  if (target == nullptr) return StripeStores::kNone;
+  const bool aligned = (reinterpret_cast<uintptr_t>(target) | static_cast<uintptr_t>(stride)) % kStripeBytes == 0;
+  return stores == Stores::kNonTemporal && aligned ? StripeStores::kNonTemporal : StripeStores::kCached;
+}
+
+}  // namespace
+
 uint64_t copy_with_xxh3(void* target, const void* source, size_t bytes, Stores stores) {
   auto* to = static_cast<uint8_t*>(target);
   const auto* from = static_cast<const uint8_t*>(source);
@@ -140,8 +178,72 @@ uint64_t copy_with_xxh3(void* target, const void* source, size_t bytes, Stores s
     if (bytes > 0) std::memcpy(to, from, bytes);
     return hash_short(to, bytes);
   }
-  const bool past_cache = stores == Stores::kNonTemporal && reinterpret_cast<uintptr_t>(target) % kStripeBytes == 0;
-  return hash_long(to, from, bytes, past_cache ? StripeStores::kNonTemporal : StripeStores::kCached);
+  return hash_long(to, from, bytes, stripe_stores(to, 0, stores));
+}
+
+Xxh3Stream::Xxh3Stream(size_t bytes) : bytes_(bytes) {
+  std::memcpy(accumulators_, kFirstAccumulators, sizeof accumulators_);
+}
+
+void Xxh3Stream::copy(void* target, const void* source, size_t bytes, Stores stores) {
+  AREAL_CHECK(bytes <= bytes_ - taken_, "Xxh3Stream: expected at most ", bytes_ - taken_, " more bytes, got ", bytes);
+  auto* to = static_cast<uint8_t*>(target);
+  const auto* from = static_cast<const uint8_t*>(source);
+  while (bytes > 0) {
+    size_t done = bytes_ <= kLongAbove ? 0 : take_whole_stripes(to, from, bytes, stores);
+    if (done == 0) {
+      done = take_part(from, bytes);
+      if (to != nullptr) std::memcpy(to, from, done);
+    }
+    if (to != nullptr) to += done;
+    from += done;
+    bytes -= done;
+  }
+}
+
+size_t Xxh3Stream::copy_rows(const ByteRows& rows, Stores stores) {
+  const size_t done = taken_ / kStripeBytes, run_stripes = rows.run_bytes / kStripeBytes;
+  if (bytes_ <= kLongAbove || (taken_ | rows.run_bytes) % kStripeBytes != 0 || done >= whole_stripes(bytes_)) return 0;
+  const size_t count = std::min(rows.count, (whole_stripes(bytes_) - done) / run_stripes);
+  if (count == 0) return 0;
+  const auto* from = static_cast<const uint8_t*>(rows.source);
+  take_stripes(accumulators_,
+               {static_cast<uint8_t*>(rows.target), from, rows.target_stride, rows.source_stride, run_stripes, count},
+               done % kStripesPerBlock, stripe_stores(rows.target, rows.target_stride, stores));
+  const auto last_row = static_cast<int64_t>(count - 1);
+  std::memcpy(held_, from + last_row * rows.source_stride + rows.run_bytes - kStripeBytes, kStripeBytes);
+  taken_ += count * rows.run_bytes;
+  return count;
+}
+
+// Straight from the source, when the bytes taken so far end with a stripe.
+size_t Xxh3Stream::take_whole_stripes(uint8_t* to, const uint8_t* from, size_t bytes, Stores stores) {
+  const size_t done = taken_ / kStripeBytes;
+  const size_t run = std::min(bytes / kStripeBytes, whole_stripes(bytes_) - std::min(done, whole_stripes(bytes_)));
+  if (run == 0) return 0;
+  const size_t run_bytes = run * kStripeBytes;
+  return run_bytes * copy_rows({to, from, 0, static_cast<int64_t>(run_bytes), run_bytes, 1}, stores);
+}
+
+// Into held_: all of a short input, or what does not end a stripe, behind the stripe before it.
+size_t Xxh3Stream::take_part(const uint8_t* from, size_t bytes) {
+  const bool is_short = bytes_ <= kLongAbove;
+  const size_t part = taken_ % kStripeBytes;
+  const size_t count = is_short ? bytes : std::min(bytes, kStripeBytes - part);
+  std::memcpy(held_ + (is_short ? taken_ : kStripeBytes + part), from, count);
+  taken_ += count;
+  const size_t stripe = taken_ / kStripeBytes;
+  if (is_short || taken_ % kStripeBytes != 0 || stripe > whole_stripes(bytes_)) return count;
+  take_stripes(accumulators_, one_run(nullptr, held_ + kStripeBytes, 1), (stripe - 1) % kStripesPerBlock,
+               StripeStores::kNone);
+  std::memcpy(held_, held_ + kStripeBytes, kStripeBytes);
+  return count;
+}
+
+uint64_t Xxh3Stream::finish() {
+  AREAL_CHECK(taken_ == bytes_, "Xxh3Stream: expected ", bytes_, " bytes, got ", taken_);
+  if (bytes_ <= kLongAbove) return hash_short(held_, bytes_);
+  return finish_long(accumulators_, held_ + bytes_ - whole_stripes(bytes_) * kStripeBytes, bytes_);
 }
 
 }  // namespace areal::reshard

@@ -17,13 +17,24 @@ extern const uint8_t kXxh3Secret[kSecretBytes];
 
 enum class StripeStores { kNone, kCached, kNonTemporal };
 
+// `count` runs of `run_stripes` stripes, the strides (bytes) apart.
+struct StripeRows {
+  uint8_t* target;
+  const uint8_t* source;
+  int64_t target_stride;
+  int64_t source_stride;
+  size_t run_stripes;
+  size_t count;
+};
+
 }  // namespace areal::reshard
 
 namespace areal {
 
-// Feeds the first (bytes - 1) / 64 whole stripes of source to the eight accumulators, copying them to target on
-// the way (unless kNone), and returns how many bytes that were. Needs bytes > 240.
-AREAL_ISA_DECLARE(size_t xxh3_stripes(uint64_t* accumulators, uint8_t* target, const uint8_t* source, size_t bytes,
-                                      reshard::StripeStores stores))
+// Feeds the stripes to the eight accumulators, copying them on the way (unless kNone).
+// first: how many stripes of the current block the accumulators have taken already, below kStripesPerBlock.
+// kNonTemporal needs a 64-byte aligned target and target_stride, and a store_fence() before others may read it.
+AREAL_ISA_DECLARE(void xxh3_stripes(uint64_t* accumulators, const reshard::StripeRows& rows, size_t first,
+                                    reshard::StripeStores stores))
 
 }  // namespace areal

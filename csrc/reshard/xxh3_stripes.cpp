@@ -10,14 +10,17 @@
 namespace areal::AREAL_ISA {
 namespace {
 
+using reshard::StripeRows;
 using reshard::StripeStores;
 
 inline constexpr int kWords = kLanes / 2;    // 64-bit words in a vector
 inline constexpr int kVectors = 8 / kWords;  // in a stripe
 
-// Hardware prefetchers stop at the end of a page: ask for the same line of the next one. A prefetch beyond the source
+// Hardware prefetchers stop at the end of a page and see no pattern in short runs: ask for the line that is due this
+// many bytes later, but not more rows later, each of which may need an entry of the TLB. A prefetch beyond the source
 // does nothing. 256 MiB, Xeon VM, one thread, 2026-11-30: 8.4 -> 9.5 GB/s; 9.7 without the hash.
-inline constexpr int kPrefetchBytes = 4096;
+inline constexpr int64_t kPrefetchBytes = 4096;
+inline constexpr int64_t kPrefetchRows = 32;
 
 typedef uint64_t Words __attribute__((vector_size(kWords * 8)));
 
@@ -66,7 +69,6 @@ AREAL_INLINE void store_past_cache(uint8_t* p, Words v) {
 
 template <StripeStores kStores>
 AREAL_INLINE void take_stripe(Words* accumulators, uint8_t* target, const uint8_t* source, const uint8_t* secret) {
-  if constexpr (kStores == StripeStores::kNonTemporal) __builtin_prefetch(source + kPrefetchBytes, 0, 2);
   for (int i = 0; i < kVectors; ++i) {
     const Words value = load_words(source + i * sizeof(Words));
     if constexpr (kStores == StripeStores::kCached) std::memcpy(target + i * sizeof(Words), &value, sizeof value);
@@ -85,42 +87,57 @@ AREAL_INLINE void scramble(Words* accumulators) {
   }
 }
 
+// Where the line lies that is due kPrefetchBytes after the one at `at` of a row, relative to the row.
+struct Ahead {
+  int64_t split;     // up to here it is of the same row
+  int64_t from_row;  // beyond, of one that begins here
+
+  AREAL_INLINE explicit Ahead(const StripeRows& rows) {
+    const int64_t run = static_cast<int64_t>(rows.run_stripes) * static_cast<int64_t>(reshard::kStripeBytes);
+    const int64_t later = kPrefetchBytes / run < kPrefetchRows ? kPrefetchBytes / run : kPrefetchRows;
+    split = run > kPrefetchBytes ? run - kPrefetchBytes : 0;
+    from_row = (later > 0 ? later : 1) * rows.source_stride - split;
+  }
+  AREAL_INLINE int64_t of(int64_t at) const { return at + (at < split ? kPrefetchBytes : from_row); }
+};
+
 template <StripeStores kStores>
-size_t run(uint64_t* accumulators, uint8_t* target, const uint8_t* source, size_t bytes) {
+void run(uint64_t* accumulators, const StripeRows& rows, size_t first) {
   Words lanes[kVectors];
   std::memcpy(lanes, accumulators, sizeof lanes);
-  const size_t stripes = (bytes - 1) / reshard::kStripeBytes;
-  for (size_t first = 0; first < stripes; first += reshard::kStripesPerBlock) {
-    const size_t left = stripes - first;
-    const size_t count = left < reshard::kStripesPerBlock ? left : reshard::kStripesPerBlock;
-    for (size_t i = 0; i < count; ++i) {
-      const size_t at = (first + i) * reshard::kStripeBytes;
-      uint8_t* to = kStores == StripeStores::kNone ? nullptr : target + at;
-      take_stripe<kStores>(lanes, to, source + at, reshard::kXxh3Secret + 8 * i);
-    }
-    if (first + reshard::kStripesPerBlock <= (bytes - 1) / reshard::kBlockBytes * reshard::kStripesPerBlock) {
+  const Ahead ahead(rows);
+  size_t in_block = first;
+  for (size_t row = 0; row < rows.count; ++row) {
+    const uint8_t* source = rows.source + static_cast<int64_t>(row) * rows.source_stride;
+    uint8_t* target = rows.target + static_cast<int64_t>(row) * rows.target_stride;
+    for (size_t stripe = 0; stripe < rows.run_stripes;) {
+      const size_t left = rows.run_stripes - stripe, room = reshard::kStripesPerBlock - in_block;
+      const size_t end = stripe + (left < room ? left : room);
+      for (; stripe < end; ++stripe, ++in_block) {
+        const auto at = static_cast<int64_t>(stripe * reshard::kStripeBytes);
+        __builtin_prefetch(source + ahead.of(at), 0, 2);
+        take_stripe<kStores>(lanes, target + at, source + at, reshard::kXxh3Secret + 8 * in_block);
+      }
+      if (in_block < reshard::kStripesPerBlock) continue;
       scramble(lanes);
+      in_block = 0;
     }
   }
   std::memcpy(accumulators, lanes, sizeof lanes);
-#if defined(__SSE2__)
-  if constexpr (kStores == StripeStores::kNonTemporal) _mm_sfence();
-#endif
-  return stripes * reshard::kStripeBytes;
 }
 
 }  // namespace
 
-size_t xxh3_stripes(uint64_t* accumulators, uint8_t* target, const uint8_t* source, size_t bytes, StripeStores stores) {
+void xxh3_stripes(uint64_t* accumulators, const StripeRows& rows, size_t first, StripeStores stores) {
   switch (stores) {
     case StripeStores::kCached:
-      return run<StripeStores::kCached>(accumulators, target, source, bytes);
+      return run<StripeStores::kCached>(accumulators, rows, first);
     case StripeStores::kNonTemporal:
-      return run<StripeStores::kNonTemporal>(accumulators, target, source, bytes);
+      return run<StripeStores::kNonTemporal>(accumulators, rows, first);
     case StripeStores::kNone:
       break;
   }
-  return run<StripeStores::kNone>(accumulators, target, source, bytes);
+  return run<StripeStores::kNone>(accumulators, rows, first);
 }
 
 }  // namespace areal::AREAL_ISA
