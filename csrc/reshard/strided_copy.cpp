@@ -36,23 +36,9 @@ Rows rows_of(const StridedCopy& shape) {
 
 // fn(source offset, target offset) of each set of rows, in wire order.
 template <class Fn>
-void for_each_rows(const StridedCopy& shape, const Fn& fn) {
-  std::array<int64_t, kMaxDims> index{};
-  int64_t source = 0, target = 0;
-  while (true) {
-    fn(source, target);
-    int d = shape.dims - 2;
-    for (; d >= 0; --d) {
-      const auto i = static_cast<size_t>(d);
-      source += shape.source_strides[i];
-      target += shape.target_strides[i];
-      if (++index[i] < shape.counts[i]) break;
-      source -= shape.counts[i] * shape.source_strides[i];
-      target -= shape.counts[i] * shape.target_strides[i];
-      index[i] = 0;
-    }
-    if (d < 0) return;
-  }
+void for_each_rows(StridedCopy shape, const Fn& fn) {
+  shape.dims = std::max(shape.dims - 1, 0);
+  for_each_run(shape, fn);
 }
 
 void write_rows(const ByteRows& rows, Stores stores) {
@@ -156,7 +142,7 @@ void Packer::add(const std::byte* source, const StridedCopy& shape) {
   const auto run = static_cast<int64_t>(rows.run_bytes);
   for_each_rows(shape, [&](int64_t from, int64_t) {
     ByteRows left{at_, source + from, run, rows.source_stride, rows.run_bytes, rows.count};
-    if (held_ == 0) at_ += skip_rows(left, hash_.copy_rows(left, stores_));
+    if (held_ == 0) advance(skip_rows(left, hash_.copy_rows(left, stores_)));
     if (is_long(rows.run_bytes)) return add_long(left);
     while (left.count > 0) {
       left.target = bounce_ + held_;
@@ -173,13 +159,13 @@ void Packer::add_long(ByteRows rows) {
   flush(held_);
   while (rows.count > 0) {
     hash_.copy(at_, rows.source, rows.run_bytes, stores_);
-    at_ += skip_rows(rows, 1);
+    advance(skip_rows(rows, 1));
   }
 }
 
 void Packer::flush(size_t bytes) {
   hash_.copy(at_, bounce_, bytes, stores_);
-  at_ += bytes;
+  advance(bytes);
   held_ -= bytes;
   std::memmove(bounce_, bounce_ + bytes, held_);
 }

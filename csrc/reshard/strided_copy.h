@@ -23,6 +23,8 @@ struct StridedCopy {
   std::array<int64_t, kMaxDims> target_strides{};
 
   int64_t bytes() const;
+  // The copy the other way.
+  StridedCopy reversed() const { return {run_bytes, dims, counts, target_strides, source_strides}; }
 };
 
 // Strides in elements, as many as sizes.
@@ -30,6 +32,28 @@ StridedCopy make_strided_copy(int64_t item_bytes, std::span<const int64_t> sizes
                               std::span<const int64_t> source_strides, std::span<const int64_t> target_strides);
 // Those of row-major elements of this shape.
 std::array<int64_t, kMaxDims> packed_strides(std::span<const int64_t> sizes);
+
+// fn(source offset, target offset) of every run, in wire order.
+template <class Fn>
+void for_each_run(const StridedCopy& shape, const Fn& fn) {
+  if (shape.run_bytes == 0) return;
+  std::array<int64_t, kMaxDims> index{};
+  int64_t source = 0, target = 0;
+  while (true) {
+    fn(source, target);
+    int d = shape.dims - 1;
+    for (; d >= 0; --d) {
+      const auto i = static_cast<size_t>(d);
+      source += shape.source_strides[i];
+      target += shape.target_strides[i];
+      if (++index[i] < shape.counts[i]) break;
+      source -= shape.counts[i] * shape.source_strides[i];
+      target -= shape.counts[i] * shape.target_strides[i];
+      index[i] = 0;
+    }
+    if (d < 0) return;
+  }
+}
 
 // Without a checksum. Stores are published by a store_fence().
 void copy_strided(std::byte* target, const std::byte* source, const StridedCopy& shape, Stores stores);
@@ -39,7 +63,7 @@ inline constexpr size_t kBounceBytes = 4096;
 // Regions of storage -> packed bytes, one behind the other.
 class Packer {
  public:
-  // packed: `bytes` of memory, best aligned to 64.
+  // packed: `bytes` of memory, best aligned to 64; nullptr: the regions are only hashed.
   Packer(std::byte* packed, int64_t bytes, Stores stores);
   void add(const std::byte* source, const StridedCopy& shape);
   // The checksum of the packed bytes. Throws areal::Error unless exactly `bytes` were added.
@@ -48,6 +72,9 @@ class Packer {
  private:
   void add_long(ByteRows rows);
   void flush(size_t bytes);
+  void advance(size_t bytes) {
+    if (at_ != nullptr) at_ += bytes;
+  }
 
   std::byte* at_;
   Stores stores_;
