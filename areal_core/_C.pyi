@@ -180,3 +180,67 @@ class VersionStore:
     def wait(self, version: int, timeout: float) -> int: ...
     def pin(self, timeout: float) -> Pin: ...
     def begin(self, version: int, allow_rollback: bool, timeout: float) -> Publication: ...
+
+# -- reshard_layout.cpp ------------------------------------------------------------------------------------------------
+
+_Box = tuple[Sequence[int], Sequence[int]]  # start, size
+
+class Mesh:
+    def __init__(self, ranks: Sequence[int], shape: Sequence[int], dim_names: Sequence[str]) -> None: ...
+
+class Replicate:
+    def __init__(self) -> None: ...
+
+class Shard:
+    def __init__(self, dim: int, chunk: int) -> None: ...
+
+class StridedShard:
+    def __init__(self, dim: int, split_factor: int, chunk: int) -> None: ...
+
+class Flat:
+    def __init__(self, chunk: int, offset: int) -> None: ...
+
+class Ragged:
+    def __init__(self, boxes: Sequence[Sequence[_Box]]) -> None: ...
+
+class Storage:
+    def __init__(
+        self,
+        buffer: str,
+        buffer_shape: Sequence[int] | None,
+        offset: int,
+        strides: Sequence[int],
+        group_rows: int,
+        group_stride: int,
+    ) -> None: ...
+
+class TensorLayout:
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        item_bytes: int,
+        shape: Sequence[int],
+        mesh: int,
+        placements: Sequence[Replicate | Shard | StridedShard | Flat | Ragged],
+        storage: Storage,
+    ) -> None: ...
+
+class RankStorage:
+    # (name, dtype, bytes of an element, shape)
+    @property
+    def buffers(self) -> list[tuple[str, str, int, list[int]]]: ...
+    # (tensor, box, buffer, offset, strides)
+    @property
+    def regions(self) -> list[tuple[int, tuple[list[int], list[int]], int, int, list[int]]]: ...
+    @property
+    def fully_covered(self) -> list[bool]: ...
+
+class Layout:
+    def __init__(self, meshes: Sequence[Mesh], tensors: Sequence[TensorLayout]) -> None: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    def boxes(self, name: str, rank: int) -> list[tuple[list[int], list[int]]]: ...
+    def storage(self, rank: int) -> RankStorage: ...

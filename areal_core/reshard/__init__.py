@@ -1,7 +1,27 @@
 """Weight transfer: new versions of a model's tensors, from the trainer to the processes that generate."""
 
 from areal_core.reshard.draft import Draft
+from areal_core.reshard.layout import Layout, Region, Storage, TensorLayout
+from areal_core.reshard.placements import Box, Flat, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
 from areal_core.reshard.spec import Spec
 from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStore
 
-__all__ = ["Draft", "PublishStats", "Snapshot", "Spec", "VersionStore"]
+__all__ = [
+    "Box",
+    "Draft",
+    "Flat",
+    "Layout",
+    "Mesh",
+    "Placement",
+    "PublishStats",
+    "Ragged",
+    "Region",
+    "Replicate",
+    "Shard",
+    "Snapshot",
+    "Spec",
+    "Storage",
+    "StridedShard",
+    "TensorLayout",
+    "VersionStore",
+]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 # Their scale and zero point lie beside the tensor's bytes.
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(call: str, tensor: str, name: str, item_bytes: int | None = None) -> torch.dtype:
     """The dtype of that name. Raises ValueError naming the call and the tensor unless its elements are plain bytes."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or item_bytes not in (None, dtype.itemsize):
+    dtype = _DTYPES.get(name)
+    if dtype is None or item_bytes not in (None, dtype.itemsize):
         of_bytes = "" if item_bytes is None else f" of {item_bytes} bytes"
         raise ValueError(f"{call}: tensor '{tensor}': expected a dtype of this torch, got {name}{of_bytes}")
     if dtype in _QUANTIZED:

@@ -9,5 +9,6 @@ namespace areal::bind {
 void register_decode(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
+void register_reshard_layout(pybind11::module_& m);
 
 }  // namespace areal::bind

@@ -54,4 +54,5 @@ PYBIND11_MODULE(_C, m) {
   areal::bind::register_decode(m);
   areal::bind::register_packing(m);
   areal::bind::register_reshard(m);
+  areal::bind::register_reshard_layout(m);
 }
