@@ -30,16 +30,16 @@ def selective_log_softmax(
     *,
     original: Original,
 ) -> Tensor:
-    """Log-probabilities in float32, TRL's in the dtype of the logits (strict: the same)."""
-    if reason := cannot_score(logits, index, row_mask):
+    """Log-probabilities in float32; on the CPU TRL's have the dtype of the logits."""
+    if reason := _not_ours(logits, index, row_mask, original.strict):
         return original.fall_through(reason, logits, index, temperature, row_mask)
     return _score(logits, index, temperature, row_mask, original.strict)[0]
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128, *, original: Original) -> Tensor:
-    """Entropy in float32; logits of -inf count as impossible, and make it NaN in strict mode."""
+    """Entropy in float32; logits of -inf are impossible tokens, and make it NaN in strict mode."""
     labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    if reason := cannot_score(logits, labels):
+    if reason := _not_ours(logits, labels, None, original.strict):
         return original.fall_through(reason, logits, chunk_size)
     return _score(logits, labels, 1.0, None, original.strict)[1]
 
@@ -54,26 +54,32 @@ def selective_log_softmax_and_entropy(
     original: Original,
 ) -> tuple[Tensor, Tensor]:
     """Both of the above from one read of the logits."""
-    if reason := cannot_score(logits, index, row_mask):
+    if reason := _not_ours(logits, index, row_mask, original.strict):
         return original.fall_through(reason, logits, index, entropy_requires_grad, temperature, row_mask)
     logprobs, entropy = _score(logits, index, temperature, row_mask, original.strict)
     return logprobs, entropy if entropy_requires_grad else entropy.detach()
 
 
+def _not_ours(logits: Tensor, index: Tensor, row_mask: Tensor | None, strict: bool) -> str | None:
+    if strict and logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float16):
+        return "strict: half precision on the CPU"  # where TRL rounds on the way
+    return cannot_score(logits, index, row_mask)
+
+
 def _score(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, strict: bool
 ) -> tuple[Tensor, Tensor]:
-    rounds = strict and logits.device.type == "cpu"  # on a GPU TRL's kernel computes in float32 too
-    if rounds and temperature != 1.0:
-        logits, temperature = logits / temperature, 1.0
     out = score(logits, index, temperature=temperature, loss_mask=row_mask)
     if not strict:
         return out.logprobs, out.entropy
     # TRL multiplies p = 0 by ln p = -inf where a logit is -inf, and subtracts infinities where all are.
     live = torch.ones_like(index, dtype=torch.bool) if row_mask is None else row_mask != 0
-    some, all_ = live & (logits.detach() == -torch.inf).any(-1), live & (out.lse.detach() == -torch.inf)
-    logprobs, entropy = (x * torch.where(bad, torch.nan, 1.0) for x, bad in ((out.logprobs, all_), (out.entropy, some)))
-    return (logprobs.to(logits.dtype), entropy.to(logits.dtype)) if rounds else (logprobs, entropy)
+    none_possible = live & (out.lse.detach() == -torch.inf)
+    some_impossible = live & (logits.detach() == -torch.inf).any(-1)
+    return (
+        out.logprobs * torch.where(none_possible, torch.nan, 1.0),
+        out.entropy * torch.where(some_impossible, torch.nan, 1.0),
+    )
 
 
 # -- the LM head of the trainers --------------------------------------------------------------------------------------
@@ -197,8 +203,8 @@ def apply(*, only: Collection[str] | None = None, strict: bool = False) -> Patch
     Args:
         only: of selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy, lm_head, live_rows and
             grpo_loss; None: all.
-        strict: TRL's own conventions where ours differ on purpose: dtype of the logits, NaN from logits of -inf. The
-            loss, and the LM head in half precision, are then TRL's.
+        strict: TRL's own conventions where ours differ on purpose: NaN from logits of -inf. The GRPO loss, and what
+            is in half precision, are then left to TRL.
 
     Returns:
         Patches, a context manager; `undo` restores TRL, `fallbacks` counts the calls that TRL's functions answered.

@@ -79,16 +79,16 @@ def test_logits_of_minus_infinity_are_impossible_tokens_and_nan_in_strict_mode()
     assert mine[1].isnan().any(-1).tolist() == [True, False, False], "no possible token: NaN, and no gradient"
 
 
-def test_half_precision_logits_keep_float32_results_and_the_dtype_in_strict_mode() -> None:
+def test_half_precision_logits_give_float32_results_and_trls_own_in_strict_mode() -> None:
     logits, index = (5 * torch.randn(B, V)).bfloat16(), torch.randint(0, V, (B,))
     truth = (logits.double() / 0.7).log_softmax(-1).gather(-1, index[:, None])[:, 0]
     run = lambda: utils.selective_log_softmax(logits, index, 0.7)  # noqa: E731
     theirs, mine, _ = both(ours, run)
     assert (theirs.dtype, mine.dtype) == (torch.bfloat16, torch.float32)
     close(mine, truth.float())
-    theirs, mine, _ = both(ours, run, strict=True)
-    assert mine.dtype == torch.bfloat16
-    close(mine, theirs, rtol=2**-7, atol=0)
+    theirs, mine, fallbacks = both(ours, run, strict=True)
+    assert mine.equal(theirs)
+    assert list(fallbacks) == ["selective_log_softmax: strict: half precision on the CPU"]
 
 
 def test_a_masked_row_that_holds_nan_reaches_nothing() -> None:
