@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,21 +92,24 @@ def _normalizer(trainer: Any, inputs: dict[str, Any], mask: Tensor) -> float | T
 
 
 def _config(trainer: Any) -> ops.PPOLossConfig:
+    args = trainer.args
     options: dict[str, Any] = {
         "objective": _OBJECTIVES.get(trainer.loss_type, "ppo"),
         "aggregation": _AGGREGATIONS[trainer.loss_type],
         "ratio_level": trainer.importance_sampling_level,
         "kl_coef": trainer.beta,
-        "kl_estimator": "k3_unbiased" if trainer.args.use_bias_correction_kl else "k3",
+        "kl_estimator": "k3_unbiased" if args.use_bias_correction_kl else "k3",
     }
     if options["objective"] == "ppo":
-        options |= {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high, "dual_clip": trainer.args.delta}
+        options |= {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high, "dual_clip": args.delta}
     elif options["objective"] == "cispo":
         options |= {"clip_low": 1.0, "clip_high": trainer.epsilon_high - 1.0}
     else:
-        taus = trainer.args.sapo_temperature_pos, trainer.args.sapo_temperature_neg
-        options |= {"tau_positive": taus[0], "tau_negative": taus[1]}
-    return ops.PPOLossConfig(**options)
+        options |= {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
+    return _checked_config(**options)
+
+
+_checked_config = functools.lru_cache(maxsize=64)(ops.PPOLossConfig)  # the same in every step
 
 
 def _loss_is_not_ours(trainer: Any, strict: bool) -> str | None:
