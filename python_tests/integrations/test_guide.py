@@ -9,7 +9,11 @@ import pytest
 
 GUIDE = Path(__file__).parents[2] / "docs" / "integrations.md"
 # What a section's code imports; a section without an entry needs nothing.
-NEEDS = {"AReaL": "areal.utils.functional"}
+NEEDS = {
+    "AReaL": "areal.utils.functional",
+    "TRL": "trl.trainer.utils",
+    "Hugging Face transformers": "transformers",
+}
 
 
 def sections() -> dict[str, str]:
