@@ -2,6 +2,7 @@
 
 from areal_core.reshard.draft import Draft
 from areal_core.reshard.layout import Layout, Region, Storage, TensorLayout
+from areal_core.reshard.names import LoRA, NameMap
 from areal_core.reshard.placements import Box, Flat, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
 from areal_core.reshard.spec import Spec
 from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStore
@@ -11,7 +12,9 @@ __all__ = [
     "Draft",
     "Flat",
     "Layout",
+    "LoRA",
     "Mesh",
+    "NameMap",
     "Placement",
     "PublishStats",
     "Ragged",

@@ -208,7 +208,7 @@ def _public_name(name: str) -> str | None:
 
 
 def _llama(layers: int, hidden: int, intermediate: int, heads: int, **more: Any) -> ModelSizes:
-    defaults = {"vocabulary": 128_256, "kv_heads": 8, "head_dim": 128}
+    defaults: dict[str, Any] = {"vocabulary": 128_256, "kv_heads": 8, "head_dim": 128}
     return ModelSizes(
         family="llama", layers=layers, hidden=hidden, intermediate=intermediate, heads=heads, **(defaults | more)
     )
@@ -216,14 +216,14 @@ def _llama(layers: int, hidden: int, intermediate: int, heads: int, **more: Any)
 
 def _qwen2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **more: Any) -> ModelSizes:
     defaults: dict[str, Any] = {"vocabulary": 152_064, "head_dim": hidden // heads, "qkv_bias": True}
-    sizes = {"layers": layers, "hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
-    return ModelSizes(family="qwen2", **sizes, **(defaults | more))
+    defaults |= {"layers": layers, "hidden": hidden, "intermediate": intermediate}
+    return ModelSizes(family="qwen2", heads=heads, kv_heads=kv_heads, **(defaults | more))
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int = 8, **more: Any) -> ModelSizes:
-    sizes = {"layers": layers, "hidden": hidden, "intermediate": intermediate, "heads": heads, "kv_heads": kv_heads}
-    defaults = {"family": "qwen3", "vocabulary": 151_936, "head_dim": 128, "qk_norm": True}
-    return ModelSizes(**sizes, **(defaults | more))
+    defaults: dict[str, Any] = {"family": "qwen3", "vocabulary": 151_936, "head_dim": 128, "qk_norm": True}
+    defaults |= {"layers": layers, "hidden": hidden, "intermediate": intermediate}
+    return ModelSizes(heads=heads, kv_heads=kv_heads, **(defaults | more))
 
 
 # Qwen2 and Qwen2.5 of one size have the same tensors, as have Llama 3 and 3.1.
