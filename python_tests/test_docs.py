@@ -38,6 +38,15 @@ def test_readme_runs() -> None:
     assert gradient[[3, 5]].eq(0).all(), "the last row of a sequence predicts nothing"
 
 
+def test_resharding_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {}
+    blocks = python_blocks(ROOT / "docs" / "resharding.md")
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "resharding.md", "exec"), namespace)
+    assert "linear_qkv" in capsys.readouterr().out
+
+
 def test_ops_guide_names_every_function() -> None:
     from areal_core import ops
 

@@ -24,10 +24,9 @@ SMALL = {
     "peers": "--tokens 3 --vocab 67 --hidden 8 --sequences 4 --length 16 --lengths 40 --ranks 3",
     "publish": "--sizes 20KB --rounds 4",
     "scan": "--sequences 16 --length 17",
-    "train_step": "--tokens 8 --vocab 67 --hidden 64",
     "trainer": "--groups 4 --group-size 2",
 }
-NEEDS = {"generate": "transformers", "train_step": "transformers", "trainer": "transformers"}
+NEEDS = {"generate": "transformers", "trainer": "transformers"}
 
 
 @pytest.fixture
