@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_core import ops
+from areal_core.integrations._patch import Original
 from areal_core.ops import _C, LogprobOutput, PPOLossConfig
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,6 +114,32 @@ def is_not_finite(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.stack([~x.isfinite().all() for x in tensors if x is not None]).any()
 
 
+class NotOursError(Exception):
+    """The call is one for the framework's own function; the text says why."""
+
+
+def check_tokens(mask: Tensor, differentiable: Tensor, *constants: Tensor | None, strict: bool) -> None:
+    """Raise NotOursError for what our losses do not take, and with strict for what they do differently.
+
+    The last of three constants are rollout weights.
+    """
+    present = [x for x in constants if x is not None]
+    if any(x.is_nested or x.dim() != 2 or x.shape != mask.shape for x in (mask, differentiable, *present)):
+        raise NotOursError("shapes other than [S, L]")
+    if not has_kernels(mask, differentiable, *present):
+        raise NotOursError("another device")
+    if any(x.requires_grad for x in present):
+        raise NotOursError("a gradient to old log-probabilities, advantages or returns")
+    weights = constants[-1] if len(constants) == 3 else None
+    if any_true(is_not_binary(mask), None if weights is None else (weights < 0).any()):
+        raise NotOursError("a mask that weights tokens, or negative rollout weights")
+    if strict:
+        if any(x.dtype.itemsize < 4 for x in (differentiable, *present)):
+            raise NotOursError("strict: 16-bit inputs")
+        if any_true(is_not_finite((differentiable, *present)), ~mask.bool().any()):
+            raise NotOursError("strict: a non-finite input, or no live token")
+
+
 class Reduction(NamedTuple):
     """How the terms of a padded batch become a loss: what PPOLossConfig and ppo_loss take, then a division."""
 
@@ -194,3 +221,21 @@ def k3_penalty(logprobs: Tensor, reference: Tensor, *, cap: float, gradient: str
     dtype = computed_dtype(logprobs, reference)
     value: Tensor = _K3.apply(logprobs.to(dtype), reference.detach().to(dtype), cap, gradient)  # type: ignore[no-untyped-call]
     return value
+
+
+def live_mean(values: Tensor, live: Tensor) -> Tensor:
+    """Mean over live tokens in float64; 0 without any."""
+    return torch.where(live, values, 0).sum(dtype=torch.float64) / live.sum().clamp(min=1)
+
+
+def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool, *, original: Original) -> Any:
+    """Balanced partitions, of which none is empty, the heaviest first."""
+    lengths = [int(x) for x in seqlen_list]
+    if lengths != list(seqlen_list) or min(lengths, default=-1) < 0:
+        reason = "lengths that are negative or no integers"
+    elif not 0 < k_partitions <= len(lengths) or (equal_size and len(lengths) % k_partitions):
+        reason = "fewer sequences than partitions, or partitions that can't be equal"
+    else:
+        bins = ops.partition_balanced(lengths, k_partitions, equal_size=equal_size)
+        return sorted(bins, key=lambda members: sum(lengths[i] for i in members), reverse=True)
+    return original.fall_through(reason, seqlen_list, k_partitions, equal_size)

@@ -8,43 +8,18 @@ from torch import Tensor
 
 from areal_core import ops
 from areal_core.integrations._adapters import (
+    NotOursError,
     Reduction,
     aggregate,
     any_true,
+    check_tokens,
     computed_dtype,
     has_kernels,
-    is_not_binary,
     is_not_finite,
     is_usable_total,
     k3_penalty,
 )
 from areal_core.integrations._patch import Original
-
-
-class NotOursError(Exception):
-    """The call is one for verl's own function; the text says why."""
-
-
-def check_tokens(mask: Tensor, differentiable: Tensor, *constants: Tensor | None, strict: bool) -> None:
-    """Raise NotOursError for what our losses do not take, and with strict for what they do differently.
-
-    The last of three constants are rollout weights.
-    """
-    present = [x for x in constants if x is not None]
-    if any(x.is_nested or x.dim() != 2 or x.shape != mask.shape for x in (mask, differentiable, *present)):
-        raise NotOursError("shapes other than [S, L]")
-    if not has_kernels(mask, differentiable, *present):
-        raise NotOursError("another device")
-    if any(x.requires_grad for x in present):
-        raise NotOursError("a gradient to old log-probabilities, advantages or returns")
-    weights = constants[-1] if len(constants) == 3 else None
-    if any_true(is_not_binary(mask), None if weights is None else (weights < 0).any()):
-        raise NotOursError("a mask that weights tokens, or negative rollout weights")
-    if strict:
-        if any(x.dtype.itemsize < 4 for x in (differentiable, *present)):
-            raise NotOursError("strict: 16-bit inputs")
-        if any_true(is_not_finite((differentiable, *present)), ~mask.bool().any()):
-            raise NotOursError("strict: a non-finite input, or no live token")
 
 
 def reduction_of(

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from areal_core import ops
-from areal_core.integrations._adapters import Reduction, any_true, computed_dtype, row_offsets
+from areal_core.integrations._adapters import (
+    NotOursError,
+    Reduction,
+    any_true,
+    check_tokens,
+    computed_dtype,
+    live_mean,
+    row_offsets,
+)
 from areal_core.integrations._patch import Original
-from areal_core.integrations._verl_losses import NotOursError, check_tokens, reduction_of
+from areal_core.integrations._verl_losses import reduction_of
 from areal_core.ops import PPOLossConfig, PPOLossStats
 
 Metrics = dict[str, Tensor]
@@ -126,10 +134,6 @@ def _loss(tokens: Tokens, reduction: Reduction, **options: Any) -> tuple[Tensor,
         config=PPOLossConfig(aggregation=reduction.aggregation, **options),
     )
     return reduction.finish(out.loss), out.stats
-
-
-def live_mean(values: Tensor, live: Tensor) -> Tensor:
-    return torch.where(live, values, 0).sum(dtype=torch.float64) / live.sum().clamp(min=1)
 
 
 def _metrics(clipped: Tensor, kl: Tensor, lower: Tensor | None = None) -> Metrics:

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core import ops
 from areal_core.errors import PatchError
 from areal_core.integrations import _verl_advantages as advantages
 from areal_core.integrations import _verl_losses as losses
 from areal_core.integrations import _verl_policy_losses as policy_losses
-from areal_core.integrations._adapters import any_true, cannot_score, has_kernels, score
+from areal_core.integrations._adapters import any_true, cannot_score, has_kernels, karmarkar_karp, score
 from areal_core.integrations._patch import Original, Patches, Seam, apply_seams
 from areal_core.ops._segments import copy_segments
 
@@ -78,19 +77,6 @@ def _uses_flash_cross_entropy() -> bool:
     """Whether verl's function would take its kernel, which overwrites the logits backward."""
     available: bool = sys.modules[_FUNCTIONAL].FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     return available and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
-
-
-def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool, *, original: Original) -> Any:
-    """Balanced partitions, of which none is empty, the heaviest first."""
-    lengths = [int(x) for x in seqlen_list]
-    if lengths != list(seqlen_list) or min(lengths, default=-1) < 0:
-        reason = "lengths that are negative or no integers"
-    elif not 0 < k_partitions <= len(lengths) or (equal_size and len(lengths) % k_partitions):
-        reason = "fewer sequences than partitions, or partitions that can't be equal"
-    else:
-        bins = ops.partition_balanced(lengths, k_partitions, equal_size=equal_size)
-        return sorted(bins, key=lambda members: sum(lengths[i] for i in members), reverse=True)
-    return original.fall_through(reason, seqlen_list, k_partitions, equal_size)
 
 
 def no_padding_2_padding(tensor: Tensor, data: Any, *, original: Original) -> Any:
