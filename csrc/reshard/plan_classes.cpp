@@ -4,7 +4,6 @@
 #include <cmath>
 #include <iterator>
 #include <map>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <variant>
@@ -42,54 +41,33 @@ class Hash {
   uint64_t value_ = 0;
 };
 
-// Two tensors whose refinement is looked for; `meshes` decides whether tensors on other meshes of the same shape count
-// as equal (for the refinement they do, for the class they don't).
-struct Pairing {
-  const TensorLayout* source;
-  const TensorLayout* target;
-  const Mesh* source_mesh;
-  const Mesh* target_mesh;
-};
+// How one side divides a tensor, whatever its ranks are called.
+struct Division {
+  const std::vector<int64_t>* shape;
+  const Mesh* mesh;
+  const std::vector<Placement>* placements;
 
-struct PairingHash {
-  size_t operator()(const Pairing& p) const {
-    return Hash()
-        .add(p.source->spec.shape)
-        .add(p.source_mesh->shape())
-        .add(p.target_mesh->shape())
-        .add(p.source->placements)
-        .add(p.target->placements)
-        .value();
+  bool operator==(const Division& other) const {
+    return *shape == *other.shape && mesh->shape() == other.mesh->shape() && *placements == *other.placements;
   }
 };
 
-struct SameRefinement {
-  bool operator()(const Pairing& a, const Pairing& b) const {
-    return a.source->spec.shape == b.source->spec.shape && a.source_mesh->shape() == b.source_mesh->shape() &&
-           a.target_mesh->shape() == b.target_mesh->shape() && a.source->placements == b.source->placements &&
-           a.target->placements == b.target->placements;
+struct DivisionHash {
+  size_t operator()(const Division& d) const {
+    return Hash().add(*d.shape).add(d.mesh->shape()).add(*d.placements).value();
   }
 };
 
-struct ClassHash {
-  size_t operator()(const Pairing& p) const {
-    return Hash()
-        .add(p.source->mesh)
-        .add(p.target->mesh)
-        .add(p.source->spec.item_bytes)
-        .add(p.source->spec.shape)
-        .add(p.source->placements)
-        .add(p.target->placements)
-        .value();
-  }
+// What decides the class of a pair of tensors.
+struct ClassKey {
+  int32_t source, target;  // numbers of (division, mesh) of each side
+  int64_t item_bytes;
+
+  bool operator==(const ClassKey&) const = default;
 };
 
-struct SameClass {
-  bool operator()(const Pairing& a, const Pairing& b) const {
-    return a.source->mesh == b.source->mesh && a.target->mesh == b.target->mesh &&
-           a.source->spec.item_bytes == b.source->spec.item_bytes && a.source->spec.shape == b.source->spec.shape &&
-           a.source->placements == b.source->placements && a.target->placements == b.target->placements;
-  }
+struct ClassKeyHash {
+  size_t operator()(const ClassKey& k) const { return Hash().add(k.source).add(k.target).add(k.item_bytes).value(); }
 };
 
 void check_same_tensor(const TensorSpec& source, const TensorSpec& target) {
@@ -121,6 +99,67 @@ class RankSets {
   std::vector<RankSet> sets_;
 };
 
+// The divisions of one layout on its meshes. Each is cut into pieces once, and its groups named once for each mesh.
+class Side {
+ public:
+  struct Divided {
+    std::shared_ptr<const Pieces> pieces;
+    std::vector<int32_t> sets;  // per group of pieces: its rank set
+  };
+
+  Side(const Layout& layout, RankSets* sets) : layout_(layout), sets_(*sets), by_mesh_(layout.meshes().size()) {}
+
+  // Of a tensor: a number that is equal for equal divisions on the same mesh.
+  int32_t number_of(const TensorLayout& tensor) {
+    const Mesh& mesh = layout_.meshes()[size_t(tensor.mesh)];
+    const Division division{&tensor.spec.shape, &mesh, &tensor.placements};
+    const auto [entry, is_new] = by_mesh_[size_t(tensor.mesh)].try_emplace(division, int32_t(divided_.size()));
+    if (!is_new) return entry->second;
+    std::shared_ptr<const Pieces>& pieces = pieces_[division];
+    if (pieces == nullptr) pieces = std::make_shared<const Pieces>(pieces_of(tensor, mesh));
+    Divided divided{pieces, {}};
+    for (const std::vector<int32_t>& group : pieces->groups) divided.sets.push_back(sets_.of(group, mesh));
+    divided_.push_back(std::move(divided));
+    return entry->second;
+  }
+  const Divided& divided(int32_t number) const { return divided_[size_t(number)]; }
+
+ private:
+  const Layout& layout_;
+  RankSets& sets_;
+  std::vector<std::unordered_map<Division, int32_t, DivisionHash>> by_mesh_;
+  std::unordered_map<Division, std::shared_ptr<const Pieces>, DivisionHash> pieces_;
+  std::vector<Divided> divided_;
+};
+
+// Makes the class of a pair of tensors, or finds it.
+class ClassMaker {
+ public:
+  ClassMaker(const Layout& source, const Layout& target, RankSets* sets, Classes* classes)
+      : source_(source, sets), target_(target, sets), classes_(*classes) {}
+
+  int32_t class_of(const TensorLayout& source, const TensorLayout& target) {
+    const ClassKey key{source_.number_of(source), target_.number_of(target), target.spec.item_bytes};
+    const auto [entry, is_new] = ids_.try_emplace(key, int32_t(classes_.classes.size()));
+    if (!is_new) return entry->second;
+    const Side::Divided &from = source_.divided(key.source), &to = target_.divided(key.target);
+    const Refinement*& refinement = refinements_[{from.pieces.get(), to.pieces.get()}];
+    if (refinement == nullptr) {
+      classes_.refinements.push_back(
+          std::make_unique<const Refinement>(refine(from.pieces, to.pieces, target.spec.name)));
+      refinement = classes_.refinements.back().get();
+    }
+    classes_.classes.push_back({refinement, target.mesh, target.spec.item_bytes, {}, from.sets, to.sets});
+    return entry->second;
+  }
+
+ private:
+  Side source_, target_;
+  Classes& classes_;
+  std::map<std::pair<const Pieces*, const Pieces*>, const Refinement*> refinements_;
+  std::unordered_map<ClassKey, int32_t, ClassKeyHash> ids_;
+};
+
 }  // namespace
 
 RankTable::RankTable(const Layout& source, const Layout& target, const Topology& topology)
@@ -146,26 +185,9 @@ int32_t RankTable::position_of(int32_t rank) const {
 Classes classify(const Layout& source, const Layout& target, const RankTable& ranks) {
   Classes result;
   RankSets sets(ranks);
-  std::unordered_map<Pairing, const Refinement*, PairingHash, SameRefinement> refinements;
-  std::unordered_map<Pairing, int32_t, ClassHash, SameClass> classes;
-  const auto find_class = [&](const Pairing& pairing) {
-    const auto [entry, is_new] = classes.try_emplace(pairing, int32_t(result.classes.size()));
-    if (!is_new) return entry->second;
-    const Refinement*& refinement = refinements[pairing];
-    if (refinement == nullptr) {
-      result.refinements.push_back(std::make_unique<const Refinement>(
-          refine(*pairing.source, *pairing.source_mesh, *pairing.target, *pairing.target_mesh)));
-      refinement = result.refinements.back().get();
-    }
-    TensorClass made{refinement, pairing.target->mesh, pairing.target->spec.item_bytes, {}, {}, {}};
-    for (const auto& group : refinement->source.groups) made.holders.push_back(sets.of(group, *pairing.source_mesh));
-    for (const auto& group : refinement->target.groups) made.needers.push_back(sets.of(group, *pairing.target_mesh));
-    result.classes.push_back(std::move(made));
-    return entry->second;
-  };
-  // Both layouts are sorted by name.
+  ClassMaker maker(source, target, &sets, &result);
   size_t s = 0;
-  for (size_t t = 0; t < target.tensors().size(); ++t) {
+  for (size_t t = 0; t < target.tensors().size(); ++t) {  // both are sorted by name
     const TensorLayout& wanted = target.tensors()[t];
     for (; s < source.tensors().size() && source.tensors()[s].spec.name < wanted.spec.name; ++s) {
       ++result.unused_source_tensors;
@@ -174,8 +196,7 @@ Classes classify(const Layout& source, const Layout& target, const RankTable& ra
                 wanted.spec.name, "': expected in the source, got only in the target");
     const TensorLayout& held = source.tensors()[s];
     check_same_tensor(held.spec, wanted.spec);
-    const int32_t id =
-        find_class({&held, &wanted, &source.meshes()[size_t(held.mesh)], &target.meshes()[size_t(wanted.mesh)]});
+    const int32_t id = maker.class_of(held, wanted);
     std::vector<TensorPair>& members = result.classes[size_t(id)].tensors;
     result.class_of.push_back(id);
     result.ordinal_of.push_back(int32_t(members.size()));

@@ -129,16 +129,19 @@ class QueueMaker {
     for (const int32_t target : targets_) {
       const int64_t bytes = std::exchange(bytes_[size_t(target)], 0);
       const int64_t needed = std::exchange(needed_[size_t(target)], 0);
-      (*needs)[size_t(target)].passed_on_bytes += std::exchange(passed_on_[size_t(target)], 0);
       seen_[size_t(target)] = false;
       AREAL_CHECK(!nodes.empty(), "plan: expected a reachable holder of ", describe_owed(problem_, holders),
                   ", got none");
       const int32_t node = problem_.ranks.node(target);
       AREAL_CHECK(problem_.ranks.reachable(target), "plan: expected a link of rank ", problem_.ranks.rank(target),
-                  ", which needs ", needed, " bytes, got 0 bytes/s");
+                  ", which needs what others hold, got 0 bytes/s");
       const bool near = std::binary_search(nodes.begin(), nodes.end(), node);
       if (near && (within.empty() || within.back().node != node)) within.push_back({holders, node, 0, {}, {}});
-      (near ? (*needs)[size_t(target)].near_bytes : (*needs)[size_t(target)].far_bytes) += needed;
+      RankNeeds& of = (*needs)[size_t(target)];
+      of.bytes += needed;
+      if (!near) of.far_bytes += needed;
+      if (near && nodes.front() == nodes.back()) of.near_bytes += needed;
+      of.passed_on_bytes += std::exchange(passed_on_[size_t(target)], 0);
       Queue& queue = near ? within.back() : elsewhere;
       if (bytes == 0) continue;  // others of its group bring it all
       queue.targets.push_back({target, queue.bytes});
@@ -204,7 +207,12 @@ Queues make_queues(const Problem& problem) {
 }
 
 QueueWalk::QueueWalk(const Problem& problem, const Queues& queues, int32_t holders)
-    : problem_(problem), held_(queues.held[size_t(holders)]), holders_(holders), units_(held_.size()) {
+    : problem_(problem),
+      held_(queues.held[size_t(holders)]),
+      holders_(holders),
+      stride_(std::max(kMinStride, held_.size())),
+      units_(held_.size()),
+      bytes_(held_.size()) {
   for (size_t h = 0; h < held_.size(); ++h) {
     for (const TensorPair& tensors : problem.tensor_class(held_[h].tensor_class).tensors) {
       tensors_.push_back({tensors, int32_t(h)});
@@ -212,24 +220,48 @@ QueueWalk::QueueWalk(const Problem& problem, const Queues& queues, int32_t holde
   }
   std::sort(tensors_.begin(), tensors_.end(),
             [](const HeldTensor& a, const HeldTensor& b) { return a.tensors.target < b.tensors.target; });
+  std::vector<int32_t> counts(held_.size());
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (i % stride_ == 0) counts_.insert(counts_.end(), counts.begin(), counts.end());
+    ++counts[size_t(tensors_[i].held)];
+  }
+}
+
+size_t QueueWalk::skip(int64_t bytes, int64_t* skipped) const {
+  const auto bytes_before = [&](size_t mark) {
+    int64_t sum = 0;
+    for (size_t h = 0; h < held_.size(); ++h) sum += counts_[mark * held_.size() + h] * bytes_[h];
+    return sum;
+  };
+  size_t mark = 0, end = (tensors_.size() + stride_ - 1) / stride_;
+  while (end - mark > 1) {
+    const size_t middle = (mark + end) / 2;
+    (bytes_before(middle) <= bytes ? mark : end) = middle;
+  }
+  *skipped = bytes_before(mark);
+  return mark * stride_;
 }
 
 void QueueWalk::find_units(int32_t target) {
+  if (target == target_) return;
+  target_ = target;
   const int32_t rank = problem_.ranks.rank(target);
   for (size_t h = 0; h < held_.size(); ++h) {
     std::vector<Unit>& units = units_[h];
     units.clear();
+    bytes_[h] = 0;
     const int32_t c = held_[h].tensor_class;
     const TensorClass& of = problem_.tensor_class(c);
     const auto position = problem_.target->meshes()[size_t(of.target_mesh)].position_of(rank);
     if (!position) continue;
-    for (const int32_t group : of.refinement->target_groups_of[size_t(*position)]) {
+    for (const int32_t group : of.refinement->target->groups_of(int32_t(*position))) {
       const std::span<const int32_t> common = of.refinement->intersections_of(held_[h].source_group, group);
       if (common.empty()) continue;
       const Membership at = membership_of(problem_, holders_, of.needers[size_t(group)], target);
       for (const int32_t i : common) {
         const Unit unit = unit_of(problem_, c, i, at.member, int32_t(at.group.size()));
         if (unit.bytes > 0) units.push_back(unit);
+        bytes_[h] += unit.bytes;
       }
     }
     std::sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) { return a.intersection < b.intersection; });

@@ -46,8 +46,9 @@ struct HeldClass {
 
 // What one rank needs and does not hold, whoever brings it.
 struct RankNeeds {
+  int64_t bytes = 0;            // all
   int64_t far_bytes = 0;        // with no reachable holder on its node
-  int64_t near_bytes = 0;       // with one
+  int64_t near_bytes = 0;       // with none elsewhere
   int64_t passed_on_bytes = 0;  // of its stripes, to the others of its groups
 };
 
@@ -83,28 +84,40 @@ class QueueWalk {
   template <class Fn>
   void run(int32_t target, int64_t begin, int64_t first, const Fn& fn) {
     find_units(target);
-    for (const HeldTensor& held : tensors_) {
+    int64_t skipped = 0;
+    for (size_t i = skip(first - begin, &skipped); i < tensors_.size(); ++i) {
+      const HeldTensor& held = tensors_[i];
       for (const Unit& unit : units_[size_t(held.held)]) {
-        const int64_t end = begin + unit.bytes;
-        if (end > first && !fn(Step{held_[size_t(held.held)].tensor_class, held.tensors, unit, begin})) return;
-        begin = end;
+        const int64_t at = begin + skipped;
+        skipped += unit.bytes;
+        if (at + unit.bytes > first && !fn(Step{held_[size_t(held.held)].tensor_class, held.tensors, unit, at})) return;
       }
     }
   }
 
  private:
+  static constexpr size_t kMinStride = 64;
+
   struct HeldTensor {
     TensorPair tensors;
     int32_t held;  // position in held_
   };
 
+  // The last marked tensor with at most this many bytes before it, and how many there are.
+  size_t skip(int64_t bytes, int64_t* skipped) const;
   void find_units(int32_t target);
 
   const Problem& problem_;
   const std::vector<HeldClass>& held_;
   int32_t holders_;
-  std::vector<HeldTensor> tensors_;       // ascending
-  std::vector<std::vector<Unit>> units_;  // as held_
+  std::vector<HeldTensor> tensors_;  // ascending
+  // Every so many tensors: how many of each held class come before. As many numbers as tensors, or a bit more.
+  size_t stride_;
+  std::vector<int32_t> counts_;
+  // For the target at hand, as held_:
+  int32_t target_ = -1;
+  std::vector<std::vector<Unit>> units_;
+  std::vector<int64_t> bytes_;  // of all units of one tensor
 };
 
 }  // namespace areal::reshard

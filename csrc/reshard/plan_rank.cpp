@@ -98,8 +98,8 @@ class RankPlanner {
     const auto position = problem_.target->meshes()[size_t(of.target_mesh)].position_of(problem_.ranks.rank(rank_));
     if (!position) return {};
     std::vector<std::pair<int32_t, int32_t>> wanted;  // intersections and their target groups
-    for (const int32_t group : of.refinement->target_groups_of[size_t(*position)]) {
-      for (const int32_t i : of.refinement->intersections_of_target[size_t(group)]) wanted.emplace_back(i, group);
+    for (const int32_t group : of.refinement->target->groups_of(int32_t(*position))) {
+      for (const int32_t i : of.refinement->of_target[size_t(group)]) wanted.emplace_back(i, group);
     }
     std::sort(wanted.begin(), wanted.end());
     std::vector<Need> needs;

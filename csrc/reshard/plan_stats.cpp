@@ -107,12 +107,11 @@ LowerBound make_lower_bound(const Problem& problem, const Queues& queues, const 
   const RankTable& ranks = problem.ranks;
   for (int32_t i = 0; i < ranks.size(); ++i) {
     const RankNeeds& needs = queues.needs[size_t(i)];
-    const int64_t all = needs.far_bytes + needs.near_bytes;
-    bound.wire_bytes += all;
+    bound.wire_bytes += needs.bytes;
     // In a multicast plan bytes from afar may have crossed another rank's NIC.
     const double over_nic = problem.options.multicast ? 0 : seconds_of(needs.far_bytes, ranks.nic_rate(i));
-    bound.ingress_seconds =
-        std::max({bound.ingress_seconds, over_nic, seconds_of(all, ranks.nic_rate(i) + ranks.node_rate())});
+    bound.ingress_seconds = std::max({bound.ingress_seconds, over_nic, seconds_of(needs.near_bytes, ranks.node_rate()),
+                                      seconds_of(needs.bytes, ranks.nic_rate(i) + ranks.node_rate())});
   }
   std::map<int32_t, int64_t> rate_of_node, bytes_of_node;
   for (int32_t i = 0; i < ranks.size(); ++i) rate_of_node[ranks.node(i)] += ranks.nic_rate(i);
@@ -143,10 +142,10 @@ PlanStats make_stats(const Problem& problem, const Queues& queues, const Balance
   for (int32_t i = 0; i < ranks.size(); ++i) {
     const Traffic& of = traffic[size_t(i)];
     const RankNeeds& needs = queues.needs[size_t(i)];
-    const int64_t needed = needs.far_bytes + needs.near_bytes, completed = needed - of.nic_in - of.node_in;
+    const int64_t completed = needs.bytes - of.nic_in - of.node_in;
     stats.wire_bytes += of.nic_out + of.node_out + needs.passed_on_bytes;
     stats.nic_bytes += of.nic_out;
-    stats.max_received_bytes = std::max(stats.max_received_bytes, needed);
+    stats.max_received_bytes = std::max(stats.max_received_bytes, needs.bytes);
     if (can_send[size_t(i)]) stats.senders.push_back({ranks.rank(i), of.nic_out + of.node_out, of.nic_out});
     first_phase = std::max({first_phase, seconds_of(std::max(of.nic_out, of.nic_in), ranks.nic_rate(i)),
                             seconds_of(std::max(of.node_out, of.node_in), ranks.node_rate())});

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <tuple>
 #include <utility>
+#include <variant>
 
 #include "base/check.h"
 
@@ -75,6 +76,36 @@ void subtract(Box box, const Box& hole, std::vector<Box>* rest) {
     box.size[i] = hole.size[i];
   }
 }
+
+// The coordinates that a Flat placement gives anything of a tensor to: of a flat buffer of thousands of tensors each
+// lies on a few ranks.
+class FlatRange {
+ public:
+  FlatRange(const TensorLayout& tensor, const Mesh& mesh) : mesh_(mesh) {
+    int64_t elements = 1;
+    for (const int64_t size : tensor.spec.shape) elements *= size;
+    for (size_t d = 0; d < tensor.placements.size(); ++d) {
+      const auto* flat = std::get_if<Flat>(&tensor.placements[d]);
+      if (flat == nullptr || elements == 0) continue;
+      const int64_t parts = mesh.shape()[d];
+      const int64_t chunk = flat->chunk > 0 ? flat->chunk : (flat->offset + elements + parts - 1) / parts;
+      dim_ = int(d);
+      first_ = flat->offset / chunk;
+      last_ = (flat->offset + elements - 1) / chunk;
+    }
+  }
+
+  bool leaves_out(int64_t position) const {
+    if (dim_ < 0) return false;
+    const int64_t coordinate = mesh_.coordinate_along(dim_, position);
+    return coordinate < first_ || coordinate > last_;
+  }
+
+ private:
+  const Mesh& mesh_;
+  int dim_ = -1;  // of the mesh, with a Flat placement; -1: none
+  int64_t first_ = 0, last_ = 0;
+};
 
 bool any_overlap(const std::vector<Piece>& pieces) {
   std::vector<Box> boxes;
@@ -168,27 +199,39 @@ std::span<const int32_t> Refinement::intersections_of(int32_t source_group, int3
   return std::span(by_pair).subspan(size_t(pair->first), size_t(pair->count));
 }
 
-namespace {
+std::vector<int32_t> Pieces::groups_of(int32_t position) const {
+  std::vector<int32_t> result;
+  for (size_t group = 0; group < groups.size(); ++group) {
+    if (std::binary_search(groups[group].begin(), groups[group].end(), position)) result.push_back(int32_t(group));
+  }
+  return result;
+}
 
 Pieces pieces_of(const TensorLayout& tensor, const Mesh& mesh) {
+  const FlatRange flat(tensor, mesh);
   std::vector<Box> boxes;
   std::vector<int32_t> holders;
+  LocalPart part;
   for (int32_t position = 0; position < mesh.size(); ++position) {
-    for (const Box& box : local_boxes(tensor.spec.shape, mesh, tensor.placements, position)) {
-      boxes.push_back(box);
+    if (flat.leaves_out(position)) continue;
+    part.assign(tensor.spec.shape, mesh, tensor.placements, position);
+    for (const LocalBox& held : part.boxes()) {
+      boxes.push_back(held.box);
       holders.push_back(position);
     }
   }
   return disjoint_pieces(boxes, holders);
 }
 
+namespace {
+
 // The first part of a target piece that no source piece covers.
-void check_covered(const TensorLayout& target, const Refinement& refinement) {
+void check_covered(std::string_view tensor, const Refinement& refinement) {
   int64_t needed = 0, found = 0;
-  for (const Box& box : refinement.target.boxes) needed += box.elements();
+  for (const Box& box : refinement.target->boxes) needed += box.elements();
   for (const Intersection& common : refinement.intersections) found += common.elements;
   if (needed == found) return;
-  for (const Box& box : refinement.target.boxes) {
+  for (const Box& box : refinement.target->boxes) {
     std::vector<Box> missing = {box};
     for (const Intersection& common : refinement.intersections) {
       std::vector<Box> rest;
@@ -202,7 +245,7 @@ void check_covered(const TensorLayout& target, const Refinement& refinement) {
       }
       missing = std::move(rest);
     }
-    AREAL_CHECK(missing.empty(), "plan: tensor '", target.spec.name, "': expected a holder of ", box_text(missing[0]),
+    AREAL_CHECK(missing.empty(), "plan: tensor '", tensor, "': expected a holder of ", box_text(missing[0]),
                 " in the source, got none");
   }
 }
@@ -226,33 +269,23 @@ void index_pairs(Refinement* refinement) {
 
 }  // namespace
 
-Refinement refine(const TensorLayout& source, const Mesh& source_mesh, const TensorLayout& target,
-                  const Mesh& target_mesh) {
-  Refinement result;
-  result.source = pieces_of(source, source_mesh);
-  result.target = pieces_of(target, target_mesh);
+Refinement refine(std::shared_ptr<const Pieces> source, std::shared_ptr<const Pieces> target, std::string_view tensor) {
   std::vector<std::pair<int32_t, int32_t>> meetings;
-  for_each_meeting(result.target.boxes, result.source.boxes,
-                   [&](int32_t i, int32_t j) { meetings.emplace_back(i, j); });
+  for_each_meeting(target->boxes, source->boxes, [&](int32_t i, int32_t j) { meetings.emplace_back(i, j); });
   std::sort(meetings.begin(), meetings.end());
+  Refinement result;
+  result.of_target.resize(target->groups.size());
   for (const auto& [i, j] : meetings) {
-    const std::optional<Box> common = intersect(result.target.boxes[size_t(i)], result.source.boxes[size_t(j)]);
+    const std::optional<Box> common = intersect(target->boxes[size_t(i)], source->boxes[size_t(j)]);
     if (!common) continue;
-    result.intersections.push_back(
-        {*common, common->elements(), result.source.group_of[size_t(j)], result.target.group_of[size_t(i)]});
+    const int32_t group = target->group_of[size_t(i)];
+    result.of_target[size_t(group)].push_back(int32_t(result.intersections.size()));
+    result.intersections.push_back({*common, common->elements(), source->group_of[size_t(j)], group});
   }
-  check_covered(target, result);
+  result.source = std::move(source);
+  result.target = std::move(target);
+  check_covered(tensor, result);
   index_pairs(&result);
-  result.intersections_of_target.resize(result.target.groups.size());
-  for (size_t i = 0; i < result.intersections.size(); ++i) {
-    result.intersections_of_target[size_t(result.intersections[i].target_group)].push_back(int32_t(i));
-  }
-  result.target_groups_of.resize(size_t(target_mesh.size()));
-  for (size_t group = 0; group < result.target.groups.size(); ++group) {
-    for (const int32_t position : result.target.groups[group]) {
-      result.target_groups_of[size_t(position)].push_back(int32_t(group));
-    }
-  }
   return result;
 }
 

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "reshard/box.h"
@@ -18,10 +20,14 @@ struct Pieces {
   std::vector<Box> boxes;                    // disjoint, ascending by start
   std::vector<int32_t> group_of;             // per box: position in groups
   std::vector<std::vector<int32_t>> groups;  // distinct sets of mesh positions, each ascending
+
+  // The groups that a position belongs to, ascending.
+  std::vector<int32_t> groups_of(int32_t position) const;
 };
 
-// boxes[i]: the mesh position holder[i] holds it. Boxes of different positions may be equal or overlap.
+// boxes[i] is held by the mesh position holders[i]. Boxes of different positions may be equal or overlap.
 Pieces disjoint_pieces(std::span<const Box> boxes, std::span<const int32_t> holders);
+Pieces pieces_of(const TensorLayout& tensor, const Mesh& mesh);
 
 // Where a source piece meets a target piece.
 struct Intersection {
@@ -39,20 +45,19 @@ struct GroupPair {
 };
 
 struct Refinement {
-  Pieces source, target;
-  std::vector<Intersection> intersections;             // by target piece, then by source piece: the order on the wire
-  std::vector<int32_t> by_pair;                        // positions in intersections, ascending within each pair
-  std::vector<GroupPair> pairs;                        // sorted by (source_group, target_group)
-  std::vector<std::vector<int32_t>> target_groups_of;  // per position of the target's mesh
-  std::vector<std::vector<int32_t>> intersections_of_target;  // per target group, ascending
+  std::shared_ptr<const Pieces> source, target;
+  std::vector<Intersection> intersections;      // by target piece, then by source piece: the order on the wire
+  std::vector<int32_t> by_pair;                 // positions in intersections, ascending within each pair
+  std::vector<GroupPair> pairs;                 // sorted by (source_group, target_group)
+  std::vector<std::vector<int32_t>> of_target;  // per target group: positions in intersections, ascending
 
   // The pairs of one source group, and the pair of two; empty when they share nothing.
   std::span<const GroupPair> pairs_of(int32_t source_group) const;
   std::span<const int32_t> intersections_of(int32_t source_group, int32_t target_group) const;
 };
 
-// Two tensors of equal shape. Throws areal::Error naming the tensor and a box that the target needs and nobody holds.
-Refinement refine(const TensorLayout& source, const Mesh& source_mesh, const TensorLayout& target,
-                  const Mesh& target_mesh);
+// Pieces of two tensors of equal shape. Throws areal::Error naming the tensor and a box that the target needs and
+// nobody holds.
+Refinement refine(std::shared_ptr<const Pieces> source, std::shared_ptr<const Pieces> target, std::string_view tensor);
 
 }  // namespace areal::reshard
