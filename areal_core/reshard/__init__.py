@@ -4,7 +4,9 @@ from areal_core.reshard.draft import Draft
 from areal_core.reshard.layout import Layout, Region, Storage, TensorLayout
 from areal_core.reshard.names import LoRA, NameMap
 from areal_core.reshard.placements import Box, Flat, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
+from areal_core.reshard.plan import LowerBound, Message, Plan, PlanStats, RankPlan, plan
 from areal_core.reshard.spec import Spec
+from areal_core.reshard.topology import Topology, parse_rate
 from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStore
 
 __all__ = [
@@ -13,11 +15,16 @@ __all__ = [
     "Flat",
     "Layout",
     "LoRA",
+    "LowerBound",
     "Mesh",
+    "Message",
     "NameMap",
     "Placement",
+    "Plan",
+    "PlanStats",
     "PublishStats",
     "Ragged",
+    "RankPlan",
     "Region",
     "Replicate",
     "Shard",
@@ -26,5 +33,8 @@ __all__ = [
     "Storage",
     "StridedShard",
     "TensorLayout",
+    "Topology",
     "VersionStore",
+    "parse_rate",
+    "plan",
 ]

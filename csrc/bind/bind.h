@@ -10,5 +10,6 @@ void register_decode(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
 void register_reshard_layout(pybind11::module_& m);
+void register_reshard_plan(pybind11::module_& m);
 
 }  // namespace areal::bind

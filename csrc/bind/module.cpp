@@ -55,4 +55,5 @@ PYBIND11_MODULE(_C, m) {
   areal::bind::register_packing(m);
   areal::bind::register_reshard(m);
   areal::bind::register_reshard_layout(m);
+  areal::bind::register_reshard_plan(m);
 }
