@@ -13,6 +13,7 @@ Names are those of `state_dict()` and count as canonical: equal names are the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from areal_core.reshard.layout import DEFAULT_JSON_BYTES, Layout, TensorLayout
 from areal_core.reshard.placements import Mesh, Placement, Replicate, Shard, StridedShard
+from areal_core.reshard.sources_safetensors import safetensors_buffers
 from areal_core.reshard.spec import Spec
 
 StridedReading = Literal["fully_shard", "dtensor"]
@@ -80,14 +82,16 @@ def state_dict_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(unique.values())
 
 
-def local_buffers(layout: Layout, source: Mapping[str, Tensor] | torch.nn.Module, *, rank: int) -> dict[str, Tensor]:
-    """The local tensors that a rank binds, of a layout by `layout_of_state_dict` or `layout_of_model`.
+def local_buffers(
+    layout: Layout, source: Mapping[str, Tensor] | torch.nn.Module | str | Path, *, rank: int
+) -> dict[str, Tensor]:
+    """The local tensors that a rank binds, for a layout of this state dict, this model or these safetensors files.
 
     They are the memory of the source, not copies. Take them anew when the framework may have moved its parameters.
 
     Raises: ValueError naming the tensor that is missing, of another dtype or shape, not contiguous or no plain memory.
     """
-    tensors = state_dict_of(source) if isinstance(source, torch.nn.Module) else source
+    tensors = _tensors_of(source)
     buffers = {}
     for name, spec in layout.buffers(rank).items():
         if name not in tensors:
@@ -104,6 +108,12 @@ def local_buffers(layout: Layout, source: Mapping[str, Tensor] | torch.nn.Module
             raise ValueError(f"local_buffers: tensor '{name}' on rank {rank}: expected contiguous {spec}, got {found}")
         buffers[name] = local
     return buffers
+
+
+def _tensors_of(source: Mapping[str, Tensor] | torch.nn.Module | str | Path) -> Mapping[str, Tensor]:
+    if isinstance(source, torch.nn.Module):
+        return state_dict_of(source)
+    return safetensors_buffers(source) if isinstance(source, (str, Path)) else source
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
