@@ -1,4 +1,4 @@
-"""Layouts of what training frameworks hold: plain tensors, DTensors, FSDP2 and tensor-parallel models.
+"""Layouts of what training frameworks hold: plain tensors, DTensors, FSDP and tensor-parallel models.
 
 Each process describes what it can know: its own tensors, and the mesh that a DTensor names. `merge_layouts` joins such
 views into the layout of all ranks, and `gather_layout` exchanges them first. Nothing is believed: computed local shapes
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from areal_core.reshard.layout import DEFAULT_JSON_BYTES, Layout, TensorLayout
 from areal_core.reshard.placements import Mesh, Placement, Replicate, Shard, StridedShard
+from areal_core.reshard.sources_fsdp1 import fsdp1_buffers, is_fsdp1, layout_of_fsdp1
 from areal_core.reshard.sources_safetensors import safetensors_buffers
 from areal_core.reshard.spec import Spec
 
@@ -61,20 +62,21 @@ def layout_of_model(
 ) -> Layout:
     """Lay out a model's parameters and persistent buffers as this process sees them: see `layout_of_state_dict`.
 
-    Modules of `fully_shard` are resharded first. Of parameters that modules share only the first name counts.
+    Modules of `fully_shard` are resharded first. Of parameters that modules share only the first name counts. A model
+    of FullyShardedDataParallel modules (FSDP1) is laid out as `sources_fsdp1` describes.
 
-    Raises: ValueError as `layout_of_state_dict`; for FSDP1, see `areal_core.reshard.sources_fsdp1`.
+    Raises: ValueError as `layout_of_state_dict`.
     """
+    if is_fsdp1(model):
+        return layout_of_fsdp1(model, rank=_own_rank() + rank_offset, rank_offset=rank_offset)
     return layout_of_state_dict(state_dict_of(model), rank_offset=rank_offset, strided_shards=strided_shards)
 
 
 def state_dict_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Collect what `model.state_dict()` names, once: shared parameters under their first name, sharded ones sharded."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"state_dict_of: expected no FullyShardedDataParallel (FSDP1), got {type(model).__name__}")
         if isinstance(module, FSDPModule):
             module.reshard()
     named = model.state_dict(keep_vars=True)
@@ -112,7 +114,7 @@ def local_buffers(
 
 def _tensors_of(source: Mapping[str, Tensor] | torch.nn.Module | str | Path) -> Mapping[str, Tensor]:
     if isinstance(source, torch.nn.Module):
-        return state_dict_of(source)
+        return fsdp1_buffers(source) if is_fsdp1(source) else state_dict_of(source)
     return safetensors_buffers(source) if isinstance(source, (str, Path)) else source
 
 

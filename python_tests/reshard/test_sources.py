@@ -15,7 +15,7 @@ import torch.distributed as dist
 from oracle import bits, gather, numbered
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from worlds import run_all, run_world
 
-from areal_core.reshard import Layout, Mesh, Replicate, Shard, Spec, StridedShard, TensorLayout
+from areal_core.reshard import Flat, Layout, Mesh, Replicate, Shard, Spec, StridedShard, TensorLayout
 from areal_core.reshard.sources import (
     gather_layout,
     layout_of_model,
@@ -119,6 +119,46 @@ def fsdp2_and_tp(hidden: int, inner: int) -> None:
     check(layout, model, full)
 
 
+def fsdp1(hidden: int, inner: int, strategy: str) -> None:
+    model, full = numbered_block(hidden, inner)
+    groups = None
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "process_group": groups,
+        "device_id": torch.device("cpu"),
+        "use_orig_params": True,
+    }
+    model.down = FullyShardedDataParallel(model.down, **options)
+    wrapped = FullyShardedDataParallel(model, ignored_states=[model.norm.weight], **options)
+    layout = gather_layout(layout_of_model(wrapped))
+    assert isinstance(layout.tensors["up.weight"].placements[-1], Flat)
+    assert layout.tensors["down.bias"].storage.buffer == "down._flat_param"
+    check_flat(layout, wrapped, full)
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        assert torch.equal(wrapped.up.weight, full["up.weight"])
+    check_flat(layout, wrapped, full)
+
+
+def check_flat(layout: Layout, source: nn.Module, full: dict[str, Tensor]) -> None:
+    """Flat buffers have padding, which is no tensor's; every element of the tensors lies on some rank."""
+    rank = dist.get_rank()
+    assert list(layout.tensors) == sorted(full)
+    buffers = local_buffers(layout, source, rank=rank)
+    held = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in full.items()}
+    for region in layout.regions(rank):
+        index = tuple(slice(start, start + size) for start, size in zip(*region.box, strict=True))
+        assert torch.equal(bits(region.view(buffers[region.buffer])), bits(full[region.tensor][index])), region
+        held[region.tensor][index] = True
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (layout.digest, held))
+    assert len({digest for digest, _ in everywhere}) == 1
+    for name in full:
+        assert bool(torch.stack([of_rank[name] for _, of_rank in everywhere]).any(0).all()), name
+
+
 def one_dtensor(shape: tuple[int, ...], dims: tuple[int, ...], placements: tuple[Any, ...]) -> None:
     mesh = init_device_mesh("cpu", dims)
     full = {"w": numbered(shape, torch.int32)}
@@ -185,6 +225,7 @@ SIZES = [(6, 8), (5, 3), (3, 13), (1, 2)]
 CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     *((scenario, size) for scenario in (fsdp2, hsdp, fsdp2_and_tp) for size in SIZES),
     (fsdp2_after_forward, ()),
+    *((fsdp1, (5, 3, strategy)) for strategy in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")),
     (one_dtensor, ((10, 3), (4,), (TorchShard(0),))),
     (one_dtensor, ((3, 4), (4,), (TorchShard(0),))),
     (one_dtensor, ((2, 5, 3), (2, 2), (TorchShard(1), TorchShard(1)))),
