@@ -5,6 +5,14 @@ from areal_core.reshard.layout import Layout, Region, Storage, TensorLayout
 from areal_core.reshard.names import LoRA, NameMap
 from areal_core.reshard.placements import Box, Flat, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
 from areal_core.reshard.plan import LowerBound, Message, Plan, PlanStats, RankPlan, plan
+from areal_core.reshard.sources import (
+    gather_layout,
+    layout_of_model,
+    layout_of_state_dict,
+    local_buffers,
+    merge_layouts,
+)
+from areal_core.reshard.sources_safetensors import layout_of_safetensors, safetensors_buffers
 from areal_core.reshard.spec import Spec
 from areal_core.reshard.topology import Topology, parse_rate
 from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStore
@@ -35,6 +43,13 @@ __all__ = [
     "TensorLayout",
     "Topology",
     "VersionStore",
+    "gather_layout",
+    "layout_of_model",
+    "layout_of_safetensors",
+    "layout_of_state_dict",
+    "local_buffers",
+    "merge_layouts",
     "parse_rate",
     "plan",
+    "safetensors_buffers",
 ]
