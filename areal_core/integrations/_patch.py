@@ -162,6 +162,7 @@ def apply_seams(
     strict: bool = False,
     *,
     extra: str | None = None,
+    source: str | None = None,
 ) -> Patches:
     """Replace the framework's functions at `seams`, or at those that `only` names; all or none.
 
@@ -172,6 +173,7 @@ def apply_seams(
         only: names of seams; None: all.
         strict: given to the adapters: the framework's own convention where ours differs on purpose.
         extra: which extra of areal-core installs the framework. None: it has the framework's name.
+        source: where the framework comes from, if no extra installs it.
 
     Raises:
         ValueError: `only` names no seam of the table.
@@ -183,7 +185,7 @@ def apply_seams(
     names = [seam.name for seam in seams]
     if unknown := sorted(set(only or ()) - set(names)):
         raise ValueError(f"{framework}.apply: expected only in {names}, got {unknown}")
-    version = _installed_version(framework, extra or framework)
+    version = _installed_version(framework, source or f"pip install 'areal-core[{extra or framework}]'")
     fallbacks: Counter[str] = Counter()
     with _lock:
         targets = [_find(framework, version, versions, seam) for seam in chosen]
@@ -208,13 +210,11 @@ def source_hash(function: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
-def _installed_version(framework: str, extra: str) -> str:
+def _installed_version(framework: str, source: str) -> str:
     try:
         importlib.import_module(framework)
     except ImportError as error:
-        raise MissingPackageError(
-            f"{framework}: expected it to be importable (pip install 'areal-core[{extra}]'), got: {error}"
-        ) from error
+        raise MissingPackageError(f"{framework}: expected it to be importable ({source}), got: {error}") from error
     try:
         return importlib.metadata.version(framework)
     except importlib.metadata.PackageNotFoundError:

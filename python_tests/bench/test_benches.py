@@ -25,9 +25,10 @@ SMALL = {
     "publish": "--sizes 20KB --rounds 4",
     "reshard_plan": "--tensors 300 --ranks 8 --cases qwen2.5-0.5b-fsdp4-to-tp2",
     "scan": "--sequences 16 --length 17",
+    "train_step": "--tokens 8 --vocab 67 --hidden 64",
     "trainer": "--groups 4 --group-size 2",
 }
-NEEDS = {"generate": "transformers", "trainer": "transformers"}
+NEEDS = {"generate": "transformers", "train_step": "transformers", "trainer": "transformers"}
 
 
 @pytest.fixture

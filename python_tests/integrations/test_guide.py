@@ -11,6 +11,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "integrations.md"
 # What a section's code imports; a section without an entry needs nothing.
 NEEDS = {
     "AReaL": "areal.utils.functional",
+    "slime": "slime.utils.ppo_utils",
     "TRL": "trl.trainer.utils",
     "Hugging Face transformers": "transformers",
 }
