@@ -133,8 +133,6 @@ def _loss_is_not_ours(trainer: Any, strict: bool) -> str | None:
 
 def _entropy_coef(trainer: Any) -> float:
     """What TRL's method will multiply the entropy with."""
-    if not trainer._entropy_bonus_enabled:
-        return 0.0
     if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
         return 0.0
     return float(trainer.entropy_coef)

@@ -215,17 +215,42 @@ def test_lm_head_multiplies_live_rows_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows == [4]
 
 
-def test_lm_head_falls_through_for_other_outputs_and_softcap(some_labels: Tensor) -> None:
+def sharded(model: Any) -> Any:
+    model.lm_head.weight.ds_id = 1  # as DeepSpeed ZeRO-3 marks its parameters
+    return model
+
+
+LEFT_TO_TRL: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "outputs is_top1": (tiny.causal_lm, {"outputs": ("log_probs", "is_top1")}, {}),
+    "final_logit_softcapping": (lambda: tiny.causal_lm("Gemma2", head_dim=8, final_logit_softcapping=3.0), {}, {}),
+    "logit_scale <= 0": (lambda: tiny.causal_lm("Cohere", logit_scale=-0.5), {}, {}),
+    "a weight that DeepSpeed ZeRO-3 gathers for every use": (lambda: sharded(tiny.causal_lm()), {}, {}),
+    "a head of another dtype than the hidden states": (
+        lambda: tiny.causal_lm().bfloat16(),
+        {"cast_lm_head_to_fp32": True},
+        {},
+    ),
+    "strict: a bias may be -inf": (lambda: tiny.causal_lm(bias=True), {}, {"strict": True}),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT_TO_TRL)
+def test_lm_head_falls_through(reason: str, some_labels: Tensor) -> None:
+    make, head, options = LEFT_TO_TRL[reason]
+    model = make()
+    utils.add_fused_lm_head(model, **head)
+    theirs, mine, fallbacks = both(ours, lambda: head_run(model, some_labels), **options)
+    close(mine, theirs)
+    assert fallbacks == {f"lm_head: {reason}": 1}
+
+
+def test_lm_head_gives_the_outputs_that_were_asked_for(some_labels: Tensor) -> None:
     model = tiny.causal_lm()
-    utils.add_fused_lm_head(model, outputs=("log_probs", "is_top1"))
-    theirs, mine, fallbacks = both(ours, lambda: head_run(model, some_labels))
-    close(mine, theirs)
-    assert fallbacks == {"lm_head: outputs is_top1": 1}
-    model = tiny.causal_lm("Gemma2", head_dim=8, final_logit_softcapping=3.0)
     utils.add_fused_lm_head(model)
-    theirs, mine, fallbacks = both(ours, lambda: head_run(model, some_labels))
-    close(mine, theirs)
-    assert fallbacks == {"lm_head: final_logit_softcapping": 1}
+    with ours.apply():
+        out = model(input_ids=some_labels, labels=some_labels, fused_lm_head=True)
+    assert out.log_probs is not None
+    assert out.entropy is out.mean_logits is out.is_top1 is out.log_sum_sq_probs is None
 
 
 def test_lm_head_in_half_precision_is_closer_to_the_truth() -> None:

@@ -122,9 +122,7 @@ def loss_run(options: dict[str, Any], inputs: dict[str, Any], given: dict[str, T
     made = trainer(**options)
     leaves = [given[name].clone().requires_grad_() for name in ("logps", "entropy", "aux")]
     inputs = inputs | {name: value for name, value in given.items() if name not in ("logps", "entropy", "aux")}
-    if options.get("importance_sampling_level") == "first":  # as in the first step: no old log-probabilities
-        del inputs["old_per_token_logps"]
-    made._get_per_token_logps_and_entropies = lambda *_, **__: tuple(leaves)
+    made._get_per_token_logps_and_entropies = lambda *_, **__: tuple(1.0 * leaf for leaf in leaves)
     scored = made._get_per_token_logps_and_entropies
     loss = made._compute_loss(None, inputs)
     assert made.__dict__["_get_per_token_logps_and_entropies"] is scored
