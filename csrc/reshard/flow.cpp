@@ -178,25 +178,24 @@ Service serve(const std::vector<Demand>& demands, const std::vector<int64_t>& ra
   return service;
 }
 
-std::vector<int64_t> serve_preferred(const std::vector<Demand>& demands,
-                                     const std::vector<std::vector<int32_t>>& preferred,
+std::vector<int64_t> serve_preferred(const std::vector<Demand>& demands, int32_t first_preferred,
                                      const std::vector<int64_t>& rates, const Tightness& limit) {
-  // Preferred links first; the rest afterwards, since a link keeps the flow it has.
   std::vector<Wide> wanted, room;
   for (const Demand& demand : demands) wanted.push_back(Wide{demand.bytes} * limit.rate);
   for (const int64_t rate : rates) room.push_back(Wide{limit.bytes} * rate);
   MaxFlow flow(wanted, room);
   std::vector<std::vector<int32_t>> edges(demands.size());
-  for (size_t k = 0; k < demands.size(); ++k) {
-    for (const int32_t link : preferred[k]) edges[k].push_back(flow.connect(int32_t(k), link));
-  }
-  flow.augment();
-  for (size_t k = 0; k < demands.size(); ++k) {
-    for (const int32_t link : demands[k].links) {
-      if (!std::binary_search(preferred[k].begin(), preferred[k].end(), link)) flow.connect(int32_t(k), link);
+  // Preferred links first; the others afterwards, since a link keeps the flow it has.
+  for (const bool preferred : {true, false}) {
+    for (size_t k = 0; k < demands.size(); ++k) {
+      for (const int32_t link : demands[k].links) {
+        if ((link >= first_preferred) != preferred) continue;
+        const int32_t edge = flow.connect(int32_t(k), link);
+        if (preferred) edges[k].push_back(edge);
+      }
     }
+    flow.augment();
   }
-  flow.augment();
   AREAL_CHECK(flow.serves_all(), "flow: expected a limit that fits all demands");
   std::vector<int64_t> result;
   for (size_t k = 0; k < demands.size(); ++k) {

@@ -40,11 +40,9 @@ struct Service {
 // tightest set first, then what is left. Rounding moves less than one byte per demand and link.
 Service serve(const std::vector<Demand>& demands, const std::vector<int64_t>& rates);
 
-// Of each demand, bytes that its preferred links can take when no link may be loaded longer than `limit`, as many in
-// all as possible (rounded up). preferred[k]: which of its links, a subset of demands[k].links, ascending. limit: at
-// least tightest_set's.
-std::vector<int64_t> serve_preferred(const std::vector<Demand>& demands,
-                                     const std::vector<std::vector<int32_t>>& preferred,
+// Of each demand, bytes that links from first_preferred on can take when no link may be loaded longer than `limit` (at
+// least tightest_set's), as many in all as possible. Rounded up.
+std::vector<int64_t> serve_preferred(const std::vector<Demand>& demands, int32_t first_preferred,
                                      const std::vector<int64_t>& rates, const Tightness& limit);
 
 }  // namespace areal::reshard

@@ -114,16 +114,13 @@ Balance assign_shares(const Problem& problem, Queues* queues) {
   std::vector<int64_t> rates = nic_rates;
   rates.insert(rates.end(), node_rates.begin(), node_rates.end());
   std::vector<Demand> demands;
-  std::vector<std::vector<int32_t>> preferred;
   for (size_t q = 0; q < senders.size(); ++q) {
     demands.push_back({queues->queues[q].bytes, senders[q].over_nic});
-    preferred.emplace_back();
-    for (const int32_t sender : senders[q].within) preferred.back().push_back(ranks + sender);
-    demands.back().links.insert(demands.back().links.end(), preferred.back().begin(), preferred.back().end());
+    for (const int32_t sender : senders[q].within) demands.back().links.push_back(ranks + sender);
   }
   Balance balance;
   balance.egress = tightest_set(demands, rates);
-  const std::vector<int64_t> within = serve_preferred(demands, preferred, rates, balance.egress);
+  const std::vector<int64_t> within = serve_preferred(demands, ranks, rates, balance.egress);
 
   std::vector<Demand> over_nic, within_node;
   for (size_t q = 0; q < senders.size(); ++q) {
