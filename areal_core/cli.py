@@ -1,4 +1,4 @@
-"""The command line: ``areal-core train | eval | report | estimators | info``."""
+"""The command line: ``areal-core train | eval | report | estimators | reshard | info``."""
 
 from __future__ import annotations
 
@@ -84,9 +84,46 @@ def _parser() -> argparse.ArgumentParser:
     )
     estimators.set_defaults(run=_estimators)
 
+    _add_reshard(commands)
+
     info = commands.add_parser("info", help="versions, instruction set, CUDA build, GPUs")
     info.set_defaults(run=_info)
     return parser
+
+
+def _add_reshard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    reshard = commands.add_parser("reshard", help="plan transfers of weights between training and inference layouts")
+    kinds = reshard.add_subparsers(dest="reshard_command", required=True, metavar="COMMAND")
+    plan = kinds.add_parser(
+        "plan",
+        help="what a transfer costs, beside the bound that no plan can beat",
+        description="Plan the transfer of a model's weights from one parallel layout to another, and print bytes, time "
+        "and load of senders beside the lower bound. Nothing is allocated or sent: any size plans on a laptop.",
+        epilog='example: areal-core reshard plan --model qwen3-235b --src "megatron:pp4,tp4,ep8,dp1" '
+        '--dst "vllm:tp8,dp8" --nic 50GB/s',
+    )
+    plan.add_argument("--model", help="public name, config.json or Hugging Face directory")
+    plan.add_argument("--src", metavar="SPEC", help="layout of the trainer, such as fsdp:dp4,tp2; see --list")
+    plan.add_argument("--dst", metavar="SPEC", help="layout of the generator, such as sglang:tp8,ep2; see --list")
+    plan.add_argument("--list", action="store_true", help="print what SPEC may say, and the models' names")
+    plan.add_argument("--names", action="store_true", help="print the name maps of both sides, do not plan")
+    plan.add_argument("--dtype", help="of the weights: bf16, fp32, fp8 (block-scaled), ... (default: the model's)")
+    plan.add_argument("--lora-rank", type=int, metavar="R", help="an adapter of this rank in place of the model")
+    plan.add_argument("--colocated", action="store_true", help="rank r of both sides is the same process")
+    plan.add_argument("--multicast", action="store_true", help="send what ranks of a node share once to the node")
+    plan.add_argument("--nic", default="50GB/s", metavar="RATE", help="of each rank, each way (default: %(default)s)")
+    plan.add_argument("--intra-node", default="200GB/s", metavar="RATE", help="within a node (default: %(default)s)")
+    plan.add_argument("--link", action="append", metavar="RANK=RATE", help="a slower NIC; 0: cannot be reached")
+    plan.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    plan.add_argument("--chunk-mib", type=int, default=8, metavar="N", help="bytes sent at once (default: %(default)s)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=_reshard_plan)
+
+
+def _reshard_plan(args: argparse.Namespace) -> int:
+    from areal_core.reshard.command import plan_command
+
+    return plan_command(args)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -224,6 +224,20 @@ def test_modules_without_transformer_engine() -> None:
     check(names, of_rank)
 
 
+def test_experts_as_modules_of_their_own() -> None:
+    names = NameMap.for_model(tiny("qwen3_moe"), "megatron", sequential=True, ep=2)
+    grouped = NameMap.for_model(tiny("qwen3_moe"), "megatron", ep=2)
+    prefix = "decoder.layers.0.mlp.experts."
+    for rank in range(2):
+        sequential, together = names.layout.buffers(rank), grouped.layout.buffers(rank)
+        assert len(sequential) == len(together)
+        assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in sequential
+        for expert in range(3):
+            for number in (1, 2):
+                ours = sequential[f"{prefix}local_experts.{expert}.linear_fc{number}.weight"]
+                assert ours == together[f"{prefix}linear_fc{number}.weight{expert}"]
+
+
 def test_local_modules_of_grouped_attention() -> None:
     names = NameMap.for_model(tiny("qwen2"), "megatron", local=True)
     buffers = names.layout.buffers(0)

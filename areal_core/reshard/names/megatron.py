@@ -49,7 +49,8 @@ SIZES: Mapping[str, str] = {
     "last": "layers of the last stage",
 }
 FLAGS: Mapping[str, str] = {
-    "local": "modules without Transformer Engine: norms and experts are tensors of their own",
+    "local": "modules without Transformer Engine: norms are tensors of their own, experts modules",
+    "sequential": "experts are modules of their own: local_experts.0.linear_fc1.weight, not linear_fc1.weight0",
     "tp-cp-ep-pp-dp": "the order of ranks with --use-tp-pp-dp-mapping",
 }
 
@@ -120,8 +121,8 @@ _LOCAL_EXPERTS = """
 """  # noqa: E501
 
 
-def megatron_table(sizes: ModelSizes, *, sparse: bool, local: bool = False) -> NameTable:
-    """The table of a model's dense or sparse layers, with Transformer Engine's modules or `local` ones."""
+def megatron_table(sizes: ModelSizes, *, sparse: bool, local: bool = False, sequential: bool = False) -> NameTable:
+    """The table of a model's dense or sparse layers; `local` and `sequential` as in FLAGS."""
     # Latent attention keeps its input norm apart in both forms.
     norm = _LOCAL_NORM if local or sizes.is_mla else _FUSED_NORM
     text = _OUTSIDE + norm
@@ -130,7 +131,7 @@ def megatron_table(sizes: ModelSizes, *, sparse: bool, local: bool = False) -> N
     else:
         text += _ATTENTION
     if sparse:
-        text += _SPARSE_MLP + (_LOCAL_EXPERTS if local else _GROUPED_EXPERTS)
+        text += _SPARSE_MLP + (_LOCAL_EXPERTS if local or sequential else _GROUPED_EXPERTS)
     else:
         text += _DENSE_MLP + (_LOCAL_DENSE_NORM if local else _FUSED_DENSE_NORM)
     return NameTable(text)
@@ -151,6 +152,7 @@ def arrange_megatron(
     first: int | None = None,
     last: int | None = None,
     local: bool = False,
+    sequential: bool = False,
     order: str = "tp-cp-ep-dp-pp",
 ) -> Arrangement:
     """Arrange Megatron's ranks; SIZES and FLAGS say what the arguments are.
@@ -172,11 +174,13 @@ def arrange_megatron(
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": per_stage // (tp * cp), "pp": pp}
     experts = {"tp": etp, "cp": 1, "ep": ep, "dp": per_stage // (etp * ep), "pp": pp}
     grid = _grid(dense, order, ("pp", "dp", "cp", "ep", "tp"), first_rank).reshape(pp, -1, tp)
-    tables = {sparse: megatron_table(sizes, sparse=sparse, local=local) for sparse in (False, True)}
+    dense_table, sparse_table = (
+        megatron_table(sizes, sparse=sparse, local=local, sequential=sequential) for sparse in (False, True)
+    )
     return Arrangement(
         framework="megatron",
-        dense=tables[False],
-        sparse=tables[True],
+        dense=dense_table,
+        sparse=sparse_table,
         groups={"tp": grid},
         experts=_grid(experts, order, ("pp", "ep", "dp", "cp", "tp"), first_rank).reshape(pp, ep, -1, etp),
         sizes_of={"tp": "tp", "experts": "etp"},
