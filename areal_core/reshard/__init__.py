@@ -1,6 +1,7 @@
 """Weight transfer: new versions of a model's tensors, from the trainer to the processes that generate."""
 
 from areal_core.reshard.draft import Draft
+from areal_core.reshard.executor import Executor, Progress, TransferStats
 from areal_core.reshard.layout import Layout, Region, Storage, TensorLayout
 from areal_core.reshard.names import LoRA, NameMap
 from areal_core.reshard.placements import Box, Flat, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
@@ -15,12 +16,25 @@ from areal_core.reshard.sources import (
 from areal_core.reshard.sources_safetensors import layout_of_safetensors, safetensors_buffers
 from areal_core.reshard.spec import Spec
 from areal_core.reshard.topology import Topology, parse_rate
+from areal_core.reshard.transports import (
+    ExposedBuffer,
+    InprocGroup,
+    InprocTransport,
+    SharedTensors,
+    ShmTransport,
+    TcpTransport,
+    Transport,
+)
 from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStore
 
 __all__ = [
     "Box",
     "Draft",
+    "Executor",
+    "ExposedBuffer",
     "Flat",
+    "InprocGroup",
+    "InprocTransport",
     "Layout",
     "LoRA",
     "LowerBound",
@@ -30,18 +44,24 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanStats",
+    "Progress",
     "PublishStats",
     "Ragged",
     "RankPlan",
     "Region",
     "Replicate",
     "Shard",
+    "SharedTensors",
+    "ShmTransport",
     "Snapshot",
     "Spec",
     "Storage",
     "StridedShard",
+    "TcpTransport",
     "TensorLayout",
     "Topology",
+    "TransferStats",
+    "Transport",
     "VersionStore",
     "gather_layout",
     "layout_of_model",

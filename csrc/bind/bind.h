@@ -9,6 +9,7 @@ namespace areal::bind {
 void register_decode(pybind11::module_& m);
 void register_packing(pybind11::module_& m);
 void register_reshard(pybind11::module_& m);
+void register_reshard_executor(pybind11::module_& m);
 void register_reshard_layout(pybind11::module_& m);
 void register_reshard_plan(pybind11::module_& m);
 

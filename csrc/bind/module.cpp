@@ -56,4 +56,5 @@ PYBIND11_MODULE(_C, m) {
   areal::bind::register_reshard(m);
   areal::bind::register_reshard_layout(m);
   areal::bind::register_reshard_plan(m);
+  areal::bind::register_reshard_executor(m);
 }

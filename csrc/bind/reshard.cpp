@@ -116,6 +116,10 @@ void translate(std::exception_ptr error) {
     raise("DeadlineError", e);
   } catch (const CorruptedError& e) {
     raise("CorruptedError", e);
+  } catch (const PeerError& e) {
+    raise("PeerError", e);
+  } catch (const CancelledError& e) {
+    raise("CancelledError", e);
   }
 }
 

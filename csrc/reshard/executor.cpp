@@ -211,23 +211,25 @@ uint64_t Executor::hash_target(const MessageProgram& message, const ChunkProgram
   return reader.finish();
 }
 
-void Executor::pack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch, std::byte* frame,
-                          const BoundBuffers& buffers) {
+uint64_t Executor::pack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch,
+                              std::byte* frame, const BoundBuffers& buffers) {
   WireHeader header = header_of(message, chunk, epoch);
   header.xxh3_64 = pack(message, chunk, buffers, frame + sizeof header);
   seal_header(header);
   std::memcpy(frame, &header, sizeof header);
   done_bytes_.fetch_add(chunk.bytes, std::memory_order_relaxed);
+  return header.xxh3_64;
 }
 
-void Executor::unpack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch,
-                            const std::byte* frame, const BoundBuffers& buffers) {
+uint64_t Executor::unpack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch,
+                                const std::byte* frame, const BoundBuffers& buffers) {
   WireHeader header;
   std::memcpy(&header, frame, sizeof header);
   check_header(header);
   check_expected(header, message, chunk, epoch);
   check_checksum(header, message, unpack(message, chunk, buffers, frame + sizeof header));
   done_bytes_.fetch_add(chunk.bytes, std::memory_order_relaxed);
+  return header.xxh3_64;
 }
 
 TransferStats Executor::run(uint64_t epoch, const BoundBuffers& buffers, const Deadline& deadline) {

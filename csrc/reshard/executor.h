@@ -75,12 +75,16 @@ class Executor {
   // sizeof(WireHeader) + chunk bytes of memory.
   const std::vector<MessageProgram>& sends() const { return sends_; }
   const std::vector<MessageProgram>& receives() const { return receives_; }
-  void pack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch, std::byte* frame,
-                  const BoundBuffers& buffers);
-  void unpack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch, const std::byte* frame,
-                    const BoundBuffers& buffers);
-  // What must precede the first chunk of an update: memory is checked, padding zeroed, local copies are made.
+  // Both return the chunk's checksum.
+  uint64_t pack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch, std::byte* frame,
+                      const BoundBuffers& buffers);
+  uint64_t unpack_frame(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch,
+                        const std::byte* frame, const BoundBuffers& buffers);
+  // What precedes the first chunk of an update: memory is checked, padding zeroed.
   void begin(const BoundBuffers& buffers);
+  void copy_locally(const BoundBuffers& buffers);
+  uint64_t plan_digest() const { return plan_->digest(); }
+  int64_t local_bytes() const { return local_bytes_; }
 
  private:
   class Update;
@@ -104,7 +108,6 @@ class Executor {
                   const std::byte* packed) const;
   uint64_t hash_target(const MessageProgram& message, const ChunkProgram& chunk, const BoundBuffers& buffers) const;
   void check_checksum(const WireHeader& header, const MessageProgram& message, uint64_t hash) const;
-  void copy_locally(const BoundBuffers& buffers);
 
   const std::shared_ptr<const Plan> plan_;
   const int32_t rank_;

@@ -44,6 +44,7 @@ TransferStats Executor::Update::run() {
     grant.chunk = static_cast<uint32_t>(buffers_.first_exposed);
     for (const auto& [peer, incoming] : incoming_) executor_.transport_->grant(peer, grant);
     executor_.copy_locally(buffers_);
+    finish_first_phase_part();
     receive(deadline);
   });
   run_tasks(std::move(tasks));
@@ -239,10 +240,17 @@ void Executor::Update::use(const Next& next) {
   }
   executor_.transport_->release(next.received);
   executor_.done_bytes_.fetch_add(next.chunk->bytes, std::memory_order_relaxed);
+  {
+    const std::lock_guard lock(mutex_);
+    stats_.received_bytes += next.chunk->bytes;
+    stats_.received_checksum += header.xxh3_64;
+  }
+  if (next.message->phase == 0) finish_first_phase_part();
+}
+
+void Executor::Update::finish_first_phase_part() {
   const std::lock_guard lock(mutex_);
-  stats_.received_bytes += next.chunk->bytes;
-  stats_.received_checksum += header.xxh3_64;
-  if (next.message->phase == 0 && --first_phase_left_ == 0) changed_.notify_all();
+  if (--first_phase_left_ == 0) changed_.notify_all();
 }
 
 }  // namespace areal::reshard

@@ -43,6 +43,7 @@ class Executor::Update {
   void receive(const Deadline& deadline);
   bool next(Next& next, const Deadline& deadline);
   void use(const Next& next);
+  void finish_first_phase_part();
 
   void run_tasks(std::vector<Task> tasks);
   void run_task(const Task& task, const Deadline& deadline);
@@ -60,7 +61,7 @@ class Executor::Update {
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   std::map<int32_t, std::vector<std::byte*>> remote_;  // buffers in reach, per peer that has granted
-  int64_t first_phase_left_ = 0;                       // chunks of phase 0 that have not been used
+  int64_t first_phase_left_ = 1;  // chunks of phase 0 that have not been used, and the local copies
   size_t running_ = 0;
   std::exception_ptr error_;
   TransferStats stats_;
