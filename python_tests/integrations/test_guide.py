@@ -11,6 +11,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "integrations.md"
 # What a section's code imports; a section without an entry needs nothing.
 NEEDS = {
     "AReaL": "areal.utils.functional",
+    "NeMo-RL": "nemo_rl.data.packing",
+    "prime-rl": "prime_rl.trainer.rl.loss",
     "slime": "slime.utils.ppo_utils",
     "TRL": "trl.trainer.utils",
     "Hugging Face transformers": "transformers",
@@ -20,6 +22,10 @@ NEEDS = {
 def sections() -> dict[str, str]:
     _, *parts = re.split(r"^## (.+)$", GUIDE.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def module(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 @pytest.mark.parametrize("name", sections())
@@ -33,8 +39,8 @@ def test_a_section_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in sections() if f"from areal_core.integrations import {name.lower()}" in sections()[name]]
+    "name", [name for name in sections() if f"from areal_core.integrations import {module(name)}" in sections()[name]]
 )
 def test_a_section_names_what_is_replaced(name: str) -> None:
-    table = importlib.import_module(f"areal_core.integrations.{name.lower()}").SEAMS
+    table = importlib.import_module(f"areal_core.integrations.{module(name)}").SEAMS
     assert not [seam.name for seam in table if f"{seam.name}`" not in sections()[name]]
