@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import math
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,6 +38,15 @@ from areal_core.reshard import (
 )
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tensor(
     shape: tuple[int, ...],
     ranks: range | list[int],
@@ -50,10 +62,9 @@ def one(*args: object, **kwargs: object) -> Layout:
     return Layout({"w": tensor(*args, **kwargs)})  # type: ignore[arg-type]
 
 
-def indices(box: Box, shape: tuple[int, ...]) -> Tensor:
-    """Flattened positions of a box's elements, row-major: the order on the wire."""
-    at = torch.arange(math.prod(shape)).reshape(shape)
-    return at[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))].flatten()
+def part(flat: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
+    """A box of a flattened tensor, as a view."""
+    return flat.reshape(shape)[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))]
 
 
 class Execution:
@@ -63,14 +74,14 @@ class Execution:
         self.source, self.target = made.source, made.target
         self.ranks = sorted({*made.source.ranks, *made.target.ranks})
         self.parts = {rank: made.rank(rank) for rank in self.ranks}
-        self.has: dict[tuple[int, str], set[int]] = defaultdict(set)
-        self.got: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self.has: dict[tuple[int, str], Tensor] = {}  # which elements
+        self.got: dict[tuple[int, str], Tensor] = {}  # how often each
         self.wire_bytes = self.nic_bytes = self.local_bytes = 0
         self.sent: dict[int, int] = defaultdict(int)
         self.item = {name: t.spec.dtype.itemsize for name, t in made.target.tensors.items()}
         for name, t in made.source.tensors.items():
             for rank in t.mesh.ranks:
-                self.has[rank, name] = set(held(t, rank).flatten().tolist())
+                self.has[rank, name] = self._count(t, rank) > 0
         for rank, part in self.parts.items():
             for atom in part.local_copies:
                 self.local_bytes += self._copy(rank, rank, atom.tensor, atom.box)
@@ -78,14 +89,26 @@ class Execution:
             for message in [m for part in self.parts.values() for m in part.receives if m.phase == phase]:
                 self._receive(message, made)
             if phase == 0:
-                self.has = {key: set(got) for key, got in self.got.items()}
+                self.has = {key: got > 0 for key, got in self.got.items()}
+
+    @staticmethod
+    def _count(t: TensorLayout, rank: int) -> Tensor:
+        """How often each element is in a rank's part: 0 or 1."""
+        count = torch.zeros(math.prod(t.spec.shape), dtype=torch.int64)
+        if rank in t.mesh.ranks:
+            count[held(t, rank).flatten()] += 1
+        return count
 
     def _copy(self, rank: int, holder: int, name: str, box: Box) -> int:
-        at = indices(box, self.target.tensors[name].spec.shape).tolist()
-        assert at, "an empty atom"
-        assert self.has.get((holder, name), set()).issuperset(at), f"rank {holder} does not hold {name} {box}"
-        self.got[rank, name] += at
-        return len(at) * self.item[name]
+        shape = self.target.tensors[name].spec.shape
+        has = self.has.get((holder, name))
+        assert has is not None, f"rank {holder} does not hold {name}"
+        assert bool(part(has, box, shape).all()), f"rank {holder} does not hold {name} {box}"
+        got = self.got.setdefault((rank, name), torch.zeros(math.prod(shape), dtype=torch.int64))
+        part(got, box, shape).add_(1)
+        elements = math.prod(box.size)
+        assert elements > 0, "an empty atom"
+        return elements * self.item[name]
 
     def _receive(self, message: object, made: Plan) -> None:
         sends = [m for m in self.parts[message.source].sends if (m.target, m.phase) == (message.target, message.phase)]  # type: ignore[attr-defined]
@@ -110,8 +133,8 @@ class Execution:
     def check(self, made: Plan) -> None:
         for name, t in self.target.tensors.items():
             for rank in self.ranks:
-                wanted = held(t, rank).flatten().tolist() if rank in t.mesh.ranks else []
-                assert sorted(self.got[rank, name]) == sorted(wanted)
+                wanted = self._count(t, rank)
+                assert torch.equal(self.got.get((rank, name), torch.zeros_like(wanted)), wanted)
         assert made.stats.wire_bytes == made.lower_bound.wire_bytes == self.wire_bytes
         assert made.stats.nic_bytes == self.nic_bytes >= made.lower_bound.nic_bytes
         assert made.stats.local_bytes == self.local_bytes
@@ -131,12 +154,12 @@ def execute(source: Layout, target: Layout, topology: Topology | None = None, **
 def described(made: Plan) -> tuple[object, ...]:
     """Every choice of a plan."""
 
-    def part(rank: RankPlan) -> tuple[object, ...]:
+    def of_rank(rank: RankPlan) -> tuple[object, ...]:
         messages = [(m.source, m.target, m.phase, m.atoms, m.chunks) for m in (*rank.sends, *rank.receives)]
         return (rank.rank, messages, rank.local_copies)
 
     ranks = sorted({*made.source.ranks, *made.target.ranks})
-    return made.digest, made.stats, made.lower_bound, [part(made.rank(rank)) for rank in ranks]
+    return made.digest, made.stats, made.lower_bound, [of_rank(made.rank(rank)) for rank in ranks]
 
 
 # -- any layout to any layout -----------------------------------------------------------------------------------------
@@ -190,7 +213,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(draw(st.sampled_from([1, 2, 4, 8])), 1000.0, draw(st.sampled_from([1000.0, 4000.0])), slow)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(sides(), topologies(), st.sampled_from([64, 100, 8 << 20]), st.booleans())
 def test_every_element_arrives_once(
     layouts: tuple[Layout, Layout], topology: Topology, chunk_bytes: int, multicast: bool
@@ -198,7 +221,7 @@ def test_every_element_arrives_once(
     execute(*layouts, topology, chunk_bytes=chunk_bytes, multicast=multicast)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(sides(), topologies(), st.randoms(use_true_random=False))
 def test_the_order_of_tensors_changes_nothing(
     layouts: tuple[Layout, Layout], topology: Topology, random: object
@@ -225,17 +248,17 @@ made = plan(side(range(6), Replicate(), Shard(0)), side(range(4, 10), Shard(1), 
 parts = [made.rank(r) for r in range(10)]
 print(made.digest, [(m, m.atoms, m.chunks) for p in parts for m in p.sends], made.stats)
 """
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-        )
-        for seed in ("1", "2")
-    ]
-    assert runs[0].stdout == runs[1].stdout != ""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(code, {})
+    assert run.stdout == here.getvalue() != ""
 
 
 # -- small inputs that have broken others -----------------------------------------------------------------------------
@@ -334,10 +357,10 @@ def test_kv_heads_fewer_than_ranks() -> None:
 
 
 def test_multicast_crosses_each_nic_once() -> None:
-    shape = (4096, 256)  # 2 MiB: striped over the eight ranks of each node
+    shape = (2048, 256)  # 512 KiB from each holder: striped over the eight ranks of each node
     source, target = one(shape, range(2), Shard(0)), one(shape, range(8, 24), Replicate())
     made = execute(source, target, multicast=True)
-    assert made.stats.nic_bytes == made.lower_bound.nic_bytes == 2 * 2 * 4096 * 256
+    assert made.stats.nic_bytes == made.lower_bound.nic_bytes == 2 * 2 * 2048 * 256
     received = [sum(m.bytes for m in made.rank(r).receives if m.phase == 0) for r in range(8, 24)]
     assert max(received) == min(received)
     assert made.stats.seconds < plan(source, target).stats.seconds
