@@ -99,7 +99,7 @@ class ModelSizes:
             "vocabulary": _size(config, "vocab_size"),
             "heads": heads,
             "kv_heads": _size(config, "num_key_value_heads", heads),
-            "head_dim": _size(config, "head_dim", 128 if family.startswith("qwen3") else hidden // heads),
+            "head_dim": _size(config, "head_dim", 128 if family.startswith("qwen3") else max(hidden // heads, 1)),
             "tied": bool(config.get("tie_word_embeddings", False)),
             "qkv_bias": family == "qwen2" or bool(config.get("attention_bias", False)),
             "output_bias": family != "qwen2" and bool(config.get("attention_bias", False)),

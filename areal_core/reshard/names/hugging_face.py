@@ -4,6 +4,7 @@ Facts from transformers 5 and torch 2.10 and later:
 
 - FSDP2 divides dimension 0 of every parameter over dp, unevenly where it must. Over tensor parallelism that divides
   dimension 0 as well, it divides each of the tp parts (DTensor's _StridedShard).
+- A router's correction bias is a buffer of the module: every rank has all of it.
 - The `base_model_tp_plan` of a model divides the projections of attention and MLP and lm_head; everything else is
   replicated: norms, embedding, routers, and DeepSeek's latent attention.
 - transformers 5 fuses experts: `mlp.experts.gate_up_proj` [experts, 2 I, hidden] and `mlp.experts.down_proj`
@@ -72,7 +73,7 @@ _MLP = """
     model.layers.{layer}.mlp.down_proj.*                   | =                                                | columns    | tp
 
     model.layers.{layer}.mlp.gate.weight                   | =                                                | whole      | -
-    model.layers.{layer}.mlp.gate.e_score_correction_bias  | =                                                | whole      | -
+    model.layers.{layer}.mlp.gate.e_score_correction_bias  | =                                                | buffer     | -
     model.layers.{layer}.mlp.shared_experts.gate_proj.*    | =                                                | rows       | tp
     model.layers.{layer}.mlp.shared_experts.up_proj.*      | =                                                | rows       | tp
     model.layers.{layer}.mlp.shared_experts.down_proj.*    | =                                                | columns    | tp
@@ -144,6 +145,8 @@ class _Builder:
     def _parameter(self, name: str, match: Match, spec: Spec) -> TensorLayout:
         """A parameter of its own."""
         placements: list[Placement] = [Replicate()] if self._replicas > 1 else []
+        if match.row.split == "buffer":
+            return TensorLayout(spec, self._mesh, (Replicate(),) * len(self._mesh.shape))
         if self._tp == 1:
             return TensorLayout(spec, self._mesh, (*placements, Shard(0)))
         dim = self._tp_dim(name, match, spec)

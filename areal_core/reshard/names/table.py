@@ -13,6 +13,7 @@ canonical   {layer} and {expert} stand for numbers, a `*` at the end for what a 
 buffer      `=`: the canonical name. Rows of one buffer lie one after the other in the order of the table. A buffer
             without the {expert} of its tensor stacks a rank's experts in a leading dimension.
 split       whole        every rank of the group holds all of it
+            buffer       the same, and FSDP does not divide it either: it is no parameter
             rows         dimension 0 in equal parts; a bias too
             columns      dimension 1 in equal parts; a bias is whole
             heads        rows, by whole attention heads
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 
 __all__ = ["SPLITS", "NameTable", "Row"]
 
-SPLITS = ("whole", "rows", "columns", "heads", "kv heads", "groups", "vocabulary")
+SPLITS = ("whole", "buffer", "rows", "columns", "heads", "kv heads", "groups", "vocabulary")
 _GROUPS = ("tp", "experts", "attention", "-")
 _NUMBER = re.compile(r"\.(?:layers|experts)\.(\d+)(?=\.)")
 
@@ -120,7 +121,7 @@ def _rows(text: str) -> Iterator[Row]:
         canonical, buffer = cells[0], cells[0] if cells[1] == "=" else cells[1]
         if ("*" in canonical) != ("*" in buffer):
             raise ValueError(f"name table: expected a buffer that keeps the `*` of its tensor, got {line!r}")
-        if (cells[3] == "-") != (cells[2] == "whole"):
+        if (cells[3] == "-") != (cells[2] in ("whole", "buffer")):
             raise ValueError(f"name table: expected a group exactly where a tensor is split, got {line!r}")
         yield Row(canonical, buffer, cells[2], cells[3])
 
