@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,12 @@ TESTS: dict[str, tuple[list[str], str]] = {
         ],
         "not distributed",
     ),
-    "trl": (["tests/test_utils.py", "tests/test_grpo_trainer.py"], ""),
+    "trl": (["tests/test_utils.py"], "softmax or entropy or lm_head or grpo"),
     "areal": (
         [
             "tests/test_functional.py",
             "tests/test_seqpack.py",
             "tests/test_adv_norm_config.py",
-            "tests/test_packed_vs_padded_consistency.py",
             "tests/test_ppo_stats.py",
         ],
         "",
@@ -69,7 +69,9 @@ LOADED_BY_PATH: dict[str, tuple[str, ...]] = {
 }
 COPIED = {"utils.loss_utils"}
 _FORWARD = "import importlib\n\nglobals().update(vars(importlib.import_module({!r})))\n"
-_FRAMEWORK, _MODE, _RESULTS = "AREAL_TESTED_FRAMEWORK", "AREAL_TESTED_MODE", "AREAL_TESTED_RESULTS"
+_FRAMEWORK, _MODE, _ONLY, _ABSENT, _RESULTS = (
+    f"AREAL_TESTED_{name}" for name in ("FRAMEWORK", "MODE", "ONLY", "ABSENT", "RESULTS")
+)
 
 
 class Recorder:
@@ -78,11 +80,14 @@ class Recorder:
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+        for name in os.environ[_ABSENT].split():
+            module, _, attribute = name.rpartition(".")
+            setattr(importlib.import_module(module), attribute, None)
         mode = os.environ[_MODE]
         self.patches: Any = None
         if mode != "unpatched":
             integration = importlib.import_module(f"areal_core.integrations.{os.environ[_FRAMEWORK]}")
-            self.patches = integration.apply(strict=mode == "strict")
+            self.patches = integration.apply(only=os.environ[_ONLY].split() or None, strict=mode == "strict")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         before = self.outcomes.get(report.nodeid, "passed")
@@ -127,13 +132,22 @@ def write_modules(framework: str, folder: Path) -> None:
             file.write_text(_FORWARD.format(f"{framework}.{name}"))
 
 
-def run(framework: str, folder: Path, tests: list[str], keyword: str, mode: str) -> dict[str, Any]:
+def run(
+    framework: str,
+    folder: Path,
+    tests: list[str],
+    keyword: str,
+    mode: str,
+    only: Collection[str] = (),
+    absent: Collection[str] = (),
+) -> dict[str, Any]:
     """Outcomes, reasons of failures and fallbacks of the tests in one mode."""
     results = folder / f"{mode}.json"
     here = Path(__file__).resolve().parent
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     path = os.pathsep.join([*(os.path.abspath(entry) for entry in entries), str(here)])
-    environment = {_FRAMEWORK: framework, _MODE: mode, _RESULTS: str(results), "PYTHONPATH": path}
+    environment = {_FRAMEWORK: framework, _MODE: mode, _ONLY: " ".join(only), _ABSENT: " ".join(absent)}
+    environment |= {_RESULTS: str(results), "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider"]
     command += ["--continue-on-collection-errors", *tests]
     if keyword:
@@ -180,6 +194,10 @@ def main() -> int:
     parser.add_argument("sources", type=Path, help="a checkout of the framework's repository, for its tests alone")
     parser.add_argument("tests", nargs="*", help="test files in it; default: those of the functions that are replaced")
     parser.add_argument("-k", dest="keyword", help="pytest's -k")
+    parser.add_argument("--only", nargs="+", default=[], metavar="SEAM", help="replace these alone")
+    parser.add_argument(
+        "--absent", nargs="+", default=[], metavar="MODULE.NAME", help="what the tests import and this version lacks"
+    )
     parser.add_argument("--strict", action="store_true", help="a third run, with apply(strict=True)")
     args = parser.parse_args()
     tests, keyword = TESTS[args.framework]
@@ -190,7 +208,7 @@ def main() -> int:
         folder = Path(name)
         shutil.copytree(args.sources / "tests", folder / "tests")
         write_modules(args.framework, folder)
-        runs = {mode: run(args.framework, folder, tests, keyword, mode) for mode in modes}
+        runs = {mode: run(args.framework, folder, tests, keyword, mode, args.only, args.absent) for mode in modes}
     print(f"{args.framework} {importlib.metadata.version(args.framework)}, tests of {args.sources}")
     print("\n".join(table(runs)))
     for mode in modes[1:]:
