@@ -217,7 +217,7 @@ def main() -> int:
     for test, reason in sorted(runs["unpatched"]["reasons"].items()):
         print(f"fails unpatched: {test}: {reason}")
     worse = regressions(runs)
-    print("\n".join(f"WORSE {line}" for line in worse))
+    print("\n".join(f"DIFFERS {line}" for line in worse))
     return 1 if worse else 0
 
 

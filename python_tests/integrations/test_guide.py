@@ -15,6 +15,8 @@ NEEDS = {
     "prime-rl": "prime_rl.trainer.rl.loss",
     "slime": "slime.utils.ppo_utils",
     "TRL": "trl.trainer.utils",
+    "verl": "verl.trainer.ppo.core_algos",
+    "OpenRLHF": "openrlhf.models.loss",
     "Hugging Face transformers": "transformers",
 }
 
