@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from areal_core.errors import PatchError
-from areal_core.integrations._adapters import no_kernel_for
+from areal_core.integrations._adapters import cannot_multiply
 from areal_core.integrations._deferred import DeferredLogits
 from areal_core.integrations._patch import Patches, logger
 
@@ -136,12 +136,7 @@ def _without_logits(outputs: Any) -> Any:
 def _needs_logits(head: Any, hidden: Tensor) -> str | None:
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return "hooks on the output embedding"
-    if type(head.weight) is not torch.nn.Parameter or hasattr(head.weight, "ds_id"):
-        return "a sharded or special parameter"
-    dtypes = {hidden.dtype, head.weight.dtype, *(() if head.bias is None else (head.bias.dtype,))}
-    if len(dtypes) > 1 and not torch.is_autocast_enabled(hidden.device.type):
-        return "a head of another dtype than the hidden states"
-    return no_kernel_for(hidden.device, hidden.dtype)
+    return cannot_multiply(hidden, head.weight, head.bias)
 
 
 def _output_head(model: Any) -> Any:

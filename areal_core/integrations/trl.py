@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areal_core import ops
-from areal_core.integrations._adapters import cannot_score, no_kernel_for, score
+from areal_core.integrations._adapters import cannot_multiply, cannot_score, score
 from areal_core.integrations._patch import Original, Patches, Seam, apply_seams
 from areal_core.integrations._trl_loss import grpo_loss
 
@@ -125,15 +125,11 @@ def _head_is_not_ours(
         return "final_logit_softcapping"
     if not logit_scale > 0:
         return "logit_scale <= 0"
-    if hasattr(weight, "ds_id"):
-        return "a weight that DeepSpeed ZeRO-3 gathers for every use"
-    if any(x is not None and x.dtype != hidden.dtype for x in (weight, bias)):
-        return "a head of another dtype than the hidden states"
     if strict and (hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)):
         return "strict: logits rounded to half precision"
     if strict and bias is not None:
         return "strict: a bias may be -inf"
-    return no_kernel_for(hidden.device, hidden.dtype)
+    return cannot_multiply(hidden, weight, bias)
 
 
 @torch.no_grad()

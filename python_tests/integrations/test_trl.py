@@ -224,7 +224,7 @@ LEFT_TO_TRL: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]]
     "outputs is_top1": (tiny.causal_lm, {"outputs": ("log_probs", "is_top1")}, {}),
     "final_logit_softcapping": (lambda: tiny.causal_lm("Gemma2", head_dim=8, final_logit_softcapping=3.0), {}, {}),
     "logit_scale <= 0": (lambda: tiny.causal_lm("Cohere", logit_scale=-0.5), {}, {}),
-    "a weight that DeepSpeed ZeRO-3 gathers for every use": (lambda: sharded(tiny.causal_lm()), {}, {}),
+    "a sharded or special parameter": (lambda: sharded(tiny.causal_lm()), {}, {}),
     "a head of another dtype than the hidden states": (
         lambda: tiny.causal_lm().bfloat16(),
         {"cast_lm_head_to_fp32": True},
@@ -314,6 +314,15 @@ def train(algorithm: str, folder: Any, **options: Any) -> tuple[list[dict[str, A
     made = getattr(trl, f"{algorithm}Trainer")(model=model, args=args, **rest)
     made.train()
     return made.state.log_history, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_training_in_mixed_precision_is_ours_too(tmp_path: Any) -> None:
+    exact, _ = train("GRPO", tmp_path, max_steps=1)
+    with ours.apply() as patches:
+        mixed, _ = train("GRPO", tmp_path, max_steps=1, bf16=True)
+    assert not patches.fallbacks
+    assert mixed[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.1)
 
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
