@@ -129,7 +129,7 @@ class DeferredLogits:
         """The loss; None where it needs the logits."""
         is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
         rows = self._hidden.shape[:-1]
-        if not is_plain or len(rows) != 1 or target.shape != rows or target.is_floating_point():
+        if not is_plain or len(rows) != 1 or target.shape != rows:
             return None
         out = ops.linear_logprob(
             self._hidden,

@@ -198,6 +198,14 @@ def test_a_head_that_is_not_plain_falls_through(batch: dict[str, Tensor]) -> Non
     assert same(model, batch) == {"a sharded or special parameter": 1}
 
 
+def test_another_model_that_runs_inside_gives_its_logits(batch: dict[str, Tensor]) -> None:
+    student, teacher, seen = tiny.causal_lm().train(), tiny.causal_lm(num_hidden_layers=1).train(), []
+    student.model.register_forward_hook(lambda *_: seen.append(teacher(batch["input_ids"]).logits))
+    with apply_to(student), apply_to(teacher):
+        assert student(**batch).logits is None
+    close(seen[0], teacher(batch["input_ids"]).logits)
+
+
 def test_a_compiled_model_computes_logits(batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.causal_lm().train()
     with apply_to(model):
@@ -281,11 +289,15 @@ READERS = {
     "function": torch.tanh,
     "inside a list": lambda x: torch.stack([x, x]),
     "negative factor": lambda x: x * -2.0,
+    "negative divisor": lambda x: (x / -2.0).view(-1, 11),
     "tensor factor": lambda x: torch.linspace(1, 2, 11) * x,
     "division by a tensor": lambda x: x / torch.linspace(1, 2, 11),
     "sum": lambda x: x + 1,
     "comparison": lambda x: x > 0,
-    "after a scale": lambda x: (2 * x / 3).float().argmax(-1),
+    "after a scale": lambda x: (2 * x / 3).float().exp(),
+    "old options": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), reduce=False),
+    "older options": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), size_average=False),
+    "weighted loss": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), torch.linspace(1, 2, 11)),
     "smoothed loss": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), label_smoothing=0.2),
     "soft labels": lambda x: functional.cross_entropy(x.view(-1, 11), torch.full((6, 11), 1 / 11)),
     "loss of batches": lambda x: functional.cross_entropy(x.transpose(1, 2), torch.arange(6).view(2, 3)),
@@ -294,6 +306,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_whatever_reads_them_gets_logits(name: str) -> None:
     lazy, logits, reads = deferred(2, 3)
     close(READERS[name](lazy), READERS[name](logits))
@@ -316,11 +329,24 @@ def test_a_plain_cross_entropy_does_not(reduction: str, scale: float) -> None:
     assert not reads
 
 
-def test_labels_of_the_wrong_number_are_refused_as_by_torch() -> None:
+def test_a_shape_that_does_not_fit_is_refused_as_by_torch() -> None:
+    for x in deferred(2, 3)[:2]:
+        with pytest.raises(RuntimeError, match=r"shape '\[5, 11\]' is invalid"):
+            x.view(5, 11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels"),
+    [((-1, 11), torch.arange(5)), ((-1, 11), torch.zeros(6)), ((2, 3, 11), torch.zeros(2, 3, dtype=torch.int64))],
+    ids=["too few", "floating-point", "not flat"],
+)
+def test_labels_that_torch_refuses(shape: tuple[int, ...], labels: Tensor) -> None:
     lazy, logits, _ = deferred(2, 3)
-    for x in (lazy, logits):
-        with pytest.raises(ValueError, match="batch_size"):
-            functional.cross_entropy(x.view(-1, 11), torch.arange(5))
+    with pytest.raises((RuntimeError, ValueError)) as expected:
+        functional.cross_entropy(logits.view(shape), labels)
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as refused:
+        functional.cross_entropy(lazy if len(shape) == 3 else lazy.view(shape), labels)
+    assert str(refused.value) == str(expected.value) or "labels of an integer dtype" in str(refused.value)
 
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
