@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_core.reshard.layout import Layout
+from areal_core.reshard.layout import Layout, Region
 from areal_core.reshard.models import ModelSizes
 from areal_core.reshard.names import NameMap
 from areal_core.reshard.spec import Spec
@@ -59,7 +59,7 @@ def stored(layout: Layout, rank: int, arrays: Mapping[str, Array]) -> Storage:
     """A rank's buffers as the layout would fill them."""
     buffers = {name: np.full(spec.shape, PADDING, np.int64) for name, spec in layout.buffers(rank).items()}
     for region in layout.regions(rank):
-        view = _view(buffers[region.buffer], region.offset, region.box.size, region.strides)
+        view = view_of(buffers[region.buffer], region)
         assert (view == PADDING).all(), f"{region.tensor} lies on another tensor in {region.buffer}"
         view[...] = arrays[region.tensor][_slices(region.box.start, region.box.size)]
     return buffers
@@ -70,7 +70,7 @@ def gathered(layout: Layout, storages: Mapping[int, Storage], specs: Mapping[str
     arrays = {name: np.full(spec.shape, PADDING, np.int64) for name, spec in specs.items()}
     for rank, buffers in storages.items():
         for region in layout.regions(rank):
-            read = _view(buffers[region.buffer], region.offset, region.box.size, region.strides)
+            read = view_of(buffers[region.buffer], region)
             target = arrays[region.tensor][_slices(region.box.start, region.box.size)]
             assert ((target == PADDING) | (target == read)).all(), f"{region.tensor} differs between ranks"
             target[...] = read
@@ -87,6 +87,8 @@ def check(names: NameMap, of_rank: Callable[[Storage, int], Storage]) -> None:
     for rank, storage in expected.items():
         found = stored(names.layout, rank, arrays)
         assert sorted(found) == sorted(storage), f"buffers of rank {rank}"
+        padded_names = {name for name, array in storage.items() if (array == PADDING).any()}
+        assert names.layout.padded_buffers(rank) == padded_names, f"padding of rank {rank}"
         for name, array in storage.items():
             np.testing.assert_array_equal(found[name], array, err_msg=f"rank {rank}: {name}")
     back = gathered(names.layout, expected, names.specs)
@@ -108,11 +110,12 @@ def dtypes(layout: Layout, rank: int) -> dict[str, torch.dtype]:
     return {name: spec.dtype for name, spec in layout.buffers(rank).items()}
 
 
-def _view(buffer: Array, offset: int, size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    flat = buffer.reshape(-1)
-    last = offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
-    assert 0 <= offset <= last < flat.size
-    return np.lib.stride_tricks.as_strided(flat[offset:], size, [8 * stride for stride in strides])
+def view_of(buffer: Array, region: Region) -> Array:
+    """A region's elements as a view of its buffer."""
+    flat, size, strides = buffer.reshape(-1), region.box.size, region.strides
+    last = region.offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+    assert 0 <= region.offset <= last < flat.size
+    return np.lib.stride_tricks.as_strided(flat[region.offset :], size, [8 * stride for stride in strides])
 
 
 def _slices(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:

@@ -22,6 +22,9 @@ def heads_of(array: Array, heads: int, parts: int, index: int) -> Array:
 def attention(sizes: ModelSizes, arrays: Storage, parts: int, index: int, fused_a: str) -> Storage:
     """The attention of one layer, by names below `self_attn`."""
     found = {"o_proj.weight": part(arrays["o_proj.weight"], parts, index, axis=1)}
+    if sizes.is_mla and not sizes.q_lora_rank:
+        found |= {f"{name}.weight": part(arrays[f"{name}.weight"], parts, index) for name in ("q_proj", "kv_b_proj")}
+        return found | {name: arrays[name] for name in ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight")}
     if sizes.is_mla:
         joined = [arrays["q_a_proj.weight"], arrays["kv_a_proj_with_mqa.weight"]]
         found[f"{fused_a}.weight"] = np.concatenate(joined)
@@ -155,6 +158,11 @@ VLLM: dict[str, tuple[ModelSizes, dict[str, Any], Any]] = {
             "held": SIX,
             "over": (4, r // 4 % 2 * 2 + r % 2),
         },
+    ),
+    "latent attention without a query rank": (
+        tiny("deepseek_v3", q_lora_rank=0),
+        {"tp": 2},
+        lambda r: {"layers": ALL, "tensor": (2, r), "held": SIX, "over": (2, r)},
     ),
     "latent attention, pp, ep": (
         tiny("deepseek_v3"),
@@ -360,6 +368,7 @@ def test_sizes_that_do_not_fit(sizes: ModelSizes, framework: str, parallel: dict
 def test_a_tied_head_under_pipeline_parallelism() -> None:
     sizes = tiny("qwen2", tied=True)
     assert NameMap.for_model(sizes, "vllm", pp=2).aliases(1) == {}  # the last stage has embed_tokens itself
+    assert NameMap.for_model(sizes, "sglang").aliases(0) == {}
     names = NameMap.for_model(sizes, "sglang", pp=2)
     assert names.aliases(0) == {}
     assert names.aliases(1) == {"lm_head.weight": "model.embed_tokens.weight"}

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[ModelSizes, dict[str, Any]]] = {
     "replicas, dp, tp": (tiny("qwen3"), {"dp": 2, "tp": 4, "replicas": 2}),
     "fused experts": (tiny("qwen3_moe"), {"dp": 2}),
     "fused experts, unevenly": (tiny("qwen3_moe"), {"dp": 4, "tp": 2}),
+    "fewer experts on the last rank": (tiny("qwen3_moe", experts=7), {"dp": 4}),
     "more ranks than experts": (tiny("qwen3_moe"), {"dp": 7, "replicas": 2}),
     "separate experts": (tiny("qwen3_moe"), {"dp": 2, "tp": 2, "separate": True}),
     "latent attention": (tiny("deepseek_v3"), {"dp": 3, "tp": 2}),

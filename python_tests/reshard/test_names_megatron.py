@@ -27,12 +27,17 @@ def megatron_layer(sizes: ModelSizes, arrays: Storage, layer: int, tp: int, inde
     found = {"self_attention.linear_proj.weight": part(attention["o_proj.weight"], tp, index, axis=1)}
     if sizes.is_mla:
         found["input_layernorm.weight"] = arrays[prefix + "input_layernorm.weight"]
+        found["self_attention.linear_kv_up_proj.layer_norm_weight"] = attention["kv_a_layernorm.weight"]
+        if not sizes.q_lora_rank:
+            found["self_attention.linear_kv_down_proj.weight"] = attention["kv_a_proj_with_mqa.weight"]
+            for ours, theirs in (("q_proj", "linear_q_proj"), ("kv_b_proj", "linear_kv_up_proj")):
+                found[f"self_attention.{theirs}.weight"] = part(attention[f"{ours}.weight"], tp, index)
+            return found
         for ours, theirs in (("q_a_proj", "linear_q_down_proj"), ("kv_a_proj_with_mqa", "linear_kv_down_proj")):
             found[f"self_attention.{theirs}.weight"] = attention[f"{ours}.weight"]
         for ours, theirs in (("q_b_proj", "linear_q_up_proj"), ("kv_b_proj", "linear_kv_up_proj")):
             found[f"self_attention.{theirs}.weight"] = part(attention[f"{ours}.weight"], tp, index)
         found["self_attention.linear_q_up_proj.layer_norm_weight"] = attention["q_a_layernorm.weight"]
-        found["self_attention.linear_kv_up_proj.layer_norm_weight"] = attention["kv_a_layernorm.weight"]
         return found
     found["self_attention.linear_qkv.layer_norm_weight"] = arrays[prefix + "input_layernorm.weight"]
     for kind in ("weight", "bias") if sizes.qkv_bias else ("weight",):
@@ -162,6 +167,12 @@ CASES: dict[str, tuple[ModelSizes, dict[str, int], Any, list[list[list[int]]]]] 
         tiny("qwen3_moe"),
         {"tp": 2, "ep": 3, "etp": 4, "dp": 4},
         lambda r: (r % 2, 0, r // 4 % 3, r % 4),
+        [[[0, 1]]],
+    ),
+    "latent attention without a query rank": (
+        tiny("deepseek_v3", q_lora_rank=0),
+        {"tp": 2},
+        lambda r: (r, 0, 0, r),
         [[[0, 1]]],
     ),
     "latent attention, shared experts, pp": (

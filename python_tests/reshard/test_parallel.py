@@ -48,6 +48,7 @@ def test_spec_strings(text: str, framework: str, sizes: dict[str, Any]) -> None:
         ("megatron:tp2,tp4", "expected tp once"),
         ("sglang:tp8,dp8", "adp<n> for data-parallel attention, replicas<n> for engines"),
         ("vllm:tp8,dp2,ep8", r"expected ep \(or ep16\), got ep8: vLLM divides experts over dp x tp = 16 ranks"),
+        ("vllm:tp2,ep8", r"expected ep \(or ep2\), got ep8"),
         ("fsdp:dp4,pp2", "no pipeline stages"),
         ("vllm:" + "tp2," * 60, "at most 200 characters, got 245"),
     ],

@@ -33,7 +33,7 @@ from areal_core.reshard.names.arrangement import (
 )
 from areal_core.reshard.names.table import NameTable
 
-__all__ = ["SGLANG_SIZES", "SGLANG_TABLE", "VLLM_FLAGS", "VLLM_SIZES", "VLLM_TABLE", "arrange_sglang", "arrange_vllm"]
+__all__ = ["SGLANG_SIZES", "VLLM_FLAGS", "VLLM_SIZES", "arrange_sglang", "arrange_vllm", "sglang_table", "vllm_table"]
 
 VLLM_SIZES: Mapping[str, str] = {
     "tp": "tensor parallel",
@@ -50,26 +50,13 @@ SGLANG_SIZES: Mapping[str, str] = {
     "replicas": "engines",
 }
 
-_TABLE = """
+_COMMON = """
     model.embed_tokens.weight                              | =                                                | vocabulary | EMBEDDING
     model.norm.weight                                      | =                                                | whole      | -
     lm_head.weight                                         | =                                                | vocabulary | tp
     model.layers.{layer}.input_layernorm.weight            | =                                                | whole      | -
     model.layers.{layer}.post_attention_layernorm.weight   | =                                                | whole      | -
-
-    model.layers.{layer}.self_attn.q_proj.*                | model.layers.{layer}.self_attn.qkv_proj.*        | heads      | attention
-    model.layers.{layer}.self_attn.k_proj.*                | model.layers.{layer}.self_attn.qkv_proj.*        | kv heads   | attention
-    model.layers.{layer}.self_attn.v_proj.*                | model.layers.{layer}.self_attn.qkv_proj.*        | kv heads   | attention
-    model.layers.{layer}.self_attn.q_norm.weight           | =                                                | whole      | -
-    model.layers.{layer}.self_attn.k_norm.weight           | =                                                | whole      | -
-    model.layers.{layer}.self_attn.o_proj.*                | =                                                | columns    | attention
-
-    model.layers.{layer}.self_attn.q_a_proj.*              | model.layers.{layer}.self_attn.FUSED_QKV_A.*     | whole      | -
-    model.layers.{layer}.self_attn.kv_a_proj_with_mqa.*    | model.layers.{layer}.self_attn.FUSED_QKV_A.*     | whole      | -
-    model.layers.{layer}.self_attn.q_a_layernorm.weight    | =                                                | whole      | -
-    model.layers.{layer}.self_attn.kv_a_layernorm.weight   | =                                                | whole      | -
-    model.layers.{layer}.self_attn.q_b_proj.*              | =                                                | heads      | attention
-    model.layers.{layer}.self_attn.kv_b_proj.*             | =                                                | heads      | attention
+    model.layers.{layer}.self_attn.o_proj.*                | =                                                | columns    | ATTENTION
 
     model.layers.{layer}.mlp.gate_proj.*                   | model.layers.{layer}.mlp.gate_up_proj.*          | rows       | tp
     model.layers.{layer}.mlp.up_proj.*                     | model.layers.{layer}.mlp.gate_up_proj.*          | rows       | tp
@@ -84,11 +71,46 @@ _TABLE = """
     model.layers.{layer}.mlp.shared_experts.up_proj.*      | model.layers.{layer}.mlp.shared_experts.gate_up_proj.* | rows | tp
     model.layers.{layer}.mlp.shared_experts.down_proj.*    | =                                                | columns    | tp
 """  # noqa: E501
+_ATTENTION = """
+    model.layers.{layer}.self_attn.q_proj.*                | model.layers.{layer}.self_attn.qkv_proj.*        | heads      | ATTENTION
+    model.layers.{layer}.self_attn.k_proj.*                | model.layers.{layer}.self_attn.qkv_proj.*        | kv heads   | ATTENTION
+    model.layers.{layer}.self_attn.v_proj.*                | model.layers.{layer}.self_attn.qkv_proj.*        | kv heads   | ATTENTION
+    model.layers.{layer}.self_attn.q_norm.weight           | =                                                | whole      | -
+    model.layers.{layer}.self_attn.k_norm.weight           | =                                                | whole      | -
+"""  # noqa: E501
+_LATENT_ATTENTION = """
+    model.layers.{layer}.self_attn.q_a_proj.*              | model.layers.{layer}.self_attn.FUSED_QKV_A.*     | whole      | -
+    model.layers.{layer}.self_attn.kv_a_proj_with_mqa.*    | model.layers.{layer}.self_attn.FUSED_QKV_A.*     | whole      | -
+    model.layers.{layer}.self_attn.q_a_layernorm.weight    | =                                                | whole      | -
+    model.layers.{layer}.self_attn.kv_a_layernorm.weight   | =                                                | whole      | -
+    model.layers.{layer}.self_attn.q_b_proj.*              | =                                                | heads      | ATTENTION
+    model.layers.{layer}.self_attn.kv_b_proj.*             | =                                                | heads      | ATTENTION
+"""  # noqa: E501
+# Without a query rank nothing is fused.
+_PLAIN_LATENT_ATTENTION = """
+    model.layers.{layer}.self_attn.q_proj.*                | =                                                | heads      | ATTENTION
+    model.layers.{layer}.self_attn.kv_a_proj_with_mqa.*    | =                                                | whole      | -
+    model.layers.{layer}.self_attn.kv_a_layernorm.weight   | =                                                | whole      | -
+    model.layers.{layer}.self_attn.kv_b_proj.*             | =                                                | heads      | ATTENTION
+"""  # noqa: E501
 
-VLLM_TABLE = NameTable(
-    _TABLE.replace("EMBEDDING", "tp").replace("attention\n", "tp\n").replace("FUSED_QKV_A", "fused_qkv_a_proj")
-)
-SGLANG_TABLE = NameTable(_TABLE.replace("EMBEDDING", "attention").replace("FUSED_QKV_A", "fused_qkv_a_proj_with_mqa"))
+
+def vllm_table(sizes: ModelSizes) -> NameTable:
+    """The table of a model in vLLM."""
+    text = _table_text(sizes).replace("EMBEDDING", "tp").replace("ATTENTION", "tp")
+    return NameTable(text.replace("FUSED_QKV_A", "fused_qkv_a_proj"))
+
+
+def sglang_table(sizes: ModelSizes) -> NameTable:
+    """The table of a model in SGLang."""
+    text = _table_text(sizes).replace("EMBEDDING", "attention").replace("ATTENTION", "attention")
+    return NameTable(text.replace("FUSED_QKV_A", "fused_qkv_a_proj_with_mqa"))
+
+
+def _table_text(sizes: ModelSizes) -> str:
+    if not sizes.is_mla:
+        return _COMMON + _ATTENTION
+    return _COMMON + (_LATENT_ATTENTION if sizes.q_lora_rank else _PLAIN_LATENT_ATTENTION)
 
 
 def arrange_vllm(
@@ -115,10 +137,11 @@ def arrange_vllm(
     ranks = _ranks(first_rank, (replicas, dp, pp, tp)).transpose(2, 0, 1, 3)  # pp, replicas, dp, tp
     over = ranks.transpose(0, 2, 3, 1).reshape(pp, dp * tp, replicas)  # pp, position in dp x tp, replicas
     experts = over[..., np.newaxis] if ep else over.transpose(0, 2, 1)[:, np.newaxis]
+    table = vllm_table(sizes)
     return Arrangement(
         framework="vllm",
-        dense=VLLM_TABLE,
-        sparse=VLLM_TABLE,
+        dense=table,
+        sparse=table,
         groups={"tp": ranks.reshape(pp, replicas * dp, tp)},
         experts=experts,
         sizes_of={"tp": "tp", "experts": "dp x tp"},
@@ -155,10 +178,11 @@ def arrange_sglang(
         require_divisor("sglang", "ep", ep, sizes.experts, "experts")
     ranks = _ranks(first_rank, (replicas, pp, tp)).transpose(1, 0, 2)  # pp, replicas, tp
     experts = ranks.reshape(pp, replicas, ep, tp // ep).transpose(0, 2, 1, 3)
+    table = sglang_table(sizes)
     return Arrangement(
         framework="sglang",
-        dense=SGLANG_TABLE,
-        sparse=SGLANG_TABLE,
+        dense=table,
+        sparse=table,
         groups={"tp": ranks, "attention": ranks.reshape(pp, replicas * adp, tp // adp)},
         experts=experts,
         sizes_of={"tp": "tp", "attention": "tp / adp", "experts": "tp / ep"},

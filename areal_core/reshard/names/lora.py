@@ -23,7 +23,6 @@ from areal_core.reshard.layout import Storage, TensorLayout
 from areal_core.reshard.models import ModelSizes
 from areal_core.reshard.names.arrangement import Arrangement, require_divisor
 from areal_core.reshard.names.build import mesh_of
-from areal_core.reshard.names.engines import VLLM_TABLE
 from areal_core.reshard.names.table import fill
 from areal_core.reshard.placements import Placement, Replicate, Shard
 from areal_core.reshard.spec import Spec
@@ -106,9 +105,9 @@ def vllm_lora_layouts(
 
 def _slot(sizes: ModelSizes, name: str, spec: Spec, lora: LoRA, arrangement: Arrangement) -> TensorLayout:
     module, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rsplit(".", 1)
-    match = VLLM_TABLE.match(f"{module}.weight")
+    match = arrangement.dense.match(f"{module}.weight")
     row = match.row
-    piece = VLLM_TABLE.parts(row).index(row)
+    piece = arrangement.dense.parts(row).index(row)
     place = arrangement.places[match.layer]
     grid = arrangement.groups["tp"][place.stage]
     copies, tp = grid.shape
