@@ -185,6 +185,17 @@ class VersionStore:
 
 WIRE_HEADER_BYTES: int
 
+# target, source: addresses
+def copy_rows(
+    target: int,
+    source: int,
+    run_bytes: int,
+    count: int,
+    target_stride: int,
+    source_stride: int,
+    checksum: bool,
+) -> int: ...
+
 class SharedArea:
     def __init__(self, bytes: int) -> None: ...
     @property

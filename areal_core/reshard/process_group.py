@@ -116,7 +116,7 @@ class ProcessGroupTransport(Transport):
         try:
             return dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise PeerError(f"rank {self.rank}: the process group failed: {error}") from error
+            raise PeerError(f"rank {self.rank}: process group: lost a peer: {error}") from error
 
     def wait(self, works: list[Any], deadline: float) -> None:
         """Raises DeadlineError or PeerError."""
@@ -129,7 +129,7 @@ class ProcessGroupTransport(Transport):
                     raise DeadlineError(
                         f"rank {self.rank}: no progress of the process group in time: {error}"
                     ) from error
-                raise PeerError(f"rank {self.rank}: lost a peer of the process group: {error}") from error
+                raise PeerError(f"rank {self.rank}: process group: lost a peer: {error}") from error
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 

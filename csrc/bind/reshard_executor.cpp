@@ -2,6 +2,7 @@
 // else uses them.
 #include <pybind11/stl.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -113,6 +114,34 @@ void copy_locally(Executor& executor, const BoundBuffers& buffers) {
   executor.copy_locally(buffers);
 }
 
+// Rows from one address to another, as executors copy them: for benches. Returns the checksum, 0 without one.
+uint64_t copy_rows(uintptr_t target, uintptr_t source, int64_t run_bytes, int64_t count, int64_t target_stride,
+                   int64_t source_stride, bool checksum) {
+  const py::gil_scoped_release unlocked;
+  auto* to = reinterpret_cast<std::byte*>(target);
+  const auto* from = reinterpret_cast<const std::byte*>(source);
+  const std::array<int64_t, 2> sizes{count, run_bytes}, from_strides{source_stride, 1}, to_strides{target_stride, 1};
+  const StridedCopy shape = make_strided_copy(1, sizes, from_strides, to_strides);
+  if (checksum && target_stride == run_bytes) {
+    Packer packer(to, shape.bytes(), Stores::kNonTemporal);
+    packer.add(from, shape);
+    return packer.finish();
+  }
+  if (checksum && source_stride == run_bytes) {
+    Unpacker unpacker(from, shape.bytes(), Stores::kNonTemporal);
+    unpacker.add(to, shape);
+    return unpacker.finish();
+  }
+  if (checksum) {
+    Mover mover(shape.bytes(), Stores::kNonTemporal);
+    mover.add(to, from, shape);
+    return mover.finish();
+  }
+  copy_strided(to, from, shape, Stores::kNonTemporal);
+  store_fence();
+  return 0;
+}
+
 std::vector<MessageTuple> message_tuples(const std::vector<MessageProgram>& messages) {
   std::vector<MessageTuple> tuples;
   for (const MessageProgram& message : messages) {
@@ -206,6 +235,8 @@ void register_reshard_executor(py::module_& m) {
            py::arg("buffers"))
       .def("unpack_frame", &unpack_frame, py::arg("message"), py::arg("chunk"), py::arg("epoch"), py::arg("frame"),
            py::arg("buffers"));
+  m.def("copy_rows", &copy_rows, py::arg("target"), py::arg("source"), py::arg("run_bytes"), py::arg("count"),
+        py::arg("target_stride"), py::arg("source_stride"), py::arg("checksum"));
   m.attr("WIRE_HEADER_BYTES") = sizeof(WireHeader);
 }
 
