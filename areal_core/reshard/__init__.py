@@ -6,6 +6,7 @@ from areal_core.reshard.layout import Layout, Region, Storage, TensorLayout
 from areal_core.reshard.names import LoRA, NameMap
 from areal_core.reshard.placements import Box, Flat, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
 from areal_core.reshard.plan import LowerBound, Message, Plan, PlanStats, RankPlan, plan
+from areal_core.reshard.process_group import ProcessGroupTransport
 from areal_core.reshard.sources import (
     gather_layout,
     layout_of_model,
@@ -44,6 +45,7 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanStats",
+    "ProcessGroupTransport",
     "Progress",
     "PublishStats",
     "Ragged",

@@ -23,6 +23,7 @@ SMALL = {
     "packing": "--sequences 5 --width 17 --lengths 40",
     "peers": "--tokens 3 --vocab 67 --hidden 8 --sequences 4 --length 16 --lengths 40 --ranks 3",
     "publish": "--sizes 20KB --rounds 4",
+    "reshard_copy": "--runs 64 4096 --total-mib 1",
     "reshard_plan": "--tensors 300 --ranks 8 --cases qwen2.5-0.5b-fsdp4-to-tp2",
     "scan": "--sequences 16 --length 17",
     "train_step": "--tokens 8 --vocab 67 --hidden 64",
