@@ -62,8 +62,8 @@ def layout_of_model(
 ) -> Layout:
     """Lay out a model's parameters and persistent buffers as this process sees them: see `layout_of_state_dict`.
 
-    Modules of `fully_shard` are resharded first. Of parameters that modules share only the first name counts. A model
-    of FullyShardedDataParallel modules (FSDP1) is laid out as `sources_fsdp1` describes.
+    Modules of `fully_shard` get resharded (by `state_dict()`). Of parameters that modules share only the first name
+    counts. A model of FullyShardedDataParallel modules (FSDP1) is laid out as `sources_fsdp1` describes.
 
     Raises: ValueError as `layout_of_state_dict`.
     """
@@ -74,11 +74,6 @@ def layout_of_model(
 
 def state_dict_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Collect what `model.state_dict()` names, once: shared parameters under their first name, sharded ones sharded."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
     named = model.state_dict(keep_vars=True)
     unique = {id(tensor): (name, tensor) for name, tensor in reversed(named.items()) if isinstance(tensor, Tensor)}
     return dict(unique.values())

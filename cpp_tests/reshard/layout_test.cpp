@@ -205,8 +205,9 @@ TEST(Layout, DigestCoversAllThatIsDescribed) {
     others.back().placements = {placement};
   }
   for (const Placement& placement :
-       {Placement{Flat{}}, Placement{Flat{24}}, Placement{Flat{24, 0}}, Placement{Ragged{{{}, {}}}},
-        Placement{Ragged{{{{2, {}, {1, 1}}}, {}}}}, Placement{Ragged{{{}, {{2, {}, {1, 1}}}}}}}) {
+       {Placement{Flat{}}, Placement{Flat{24}}, Placement{Flat{24, 0}}, Placement{Flat{24, 1}},
+        Placement{Ragged{{{}, {}}}}, Placement{Ragged{{{{2, {}, {1, 1}}}, {}}}},
+        Placement{Ragged{{{}, {{2, {}, {1, 1}}}}}}}) {
     others.push_back(base);
     others.back().placements = {placement};
     others.back().storage = {"b", Shape{30}, 2, {}, 0, 0};
@@ -305,6 +306,17 @@ TEST(Layout, StorageOfARankNamesWhatItRefuses) {
   expect_storage_refused("of dtype bfloat16 as other tensors say, got float16",
                          {tensor("w", {4}, all, in({9}, 0)), other});
   expect_storage_refused("groups of rows", {tensor("w", {int64_t{1} << 21}, all, {"b", Shape{1 << 23}, 0, {}, 1, 2})});
+}
+
+TEST(Layout, BuffersAreSweptOneByOne) {  // the same elements of another buffer are no overlap
+  std::vector<TensorLayout> tensors;
+  for (const char* buffer : {"a", "b"}) {
+    for (const int64_t offset : {0, 4}) {
+      const std::string name = buffer + std::to_string(offset);
+      tensors.push_back(tensor(name, {4}, {Replicate{}}, {buffer, Shape{8}, offset}));
+    }
+  }
+  EXPECT_EQ(Layout({line(1)}, tensors).storage(0).fully_covered, (std::vector<bool>{true, true}));
 }
 
 TEST(Layout, OverlapAcrossTheRegionsOfOneTensorIsFound) {  // groups closer than their rows reach

@@ -273,6 +273,14 @@ def test_what_json_itself_allows_too_much_is_refused(text: str | bytes, message:
         Layout.from_json(text)
 
 
+def test_a_name_twice_and_half_a_character_are_refused() -> None:
+    text = STORED.to_json()
+    with pytest.raises(ValueError, match="expected unique names, got 'f' twice"):
+        Layout.from_json(text.replace('"name":"r"', '"name":"f"'))
+    with pytest.raises(ValueError, match=r"tensors\[1\].name: expected text"):
+        Layout.from_json(text.replace("model.w", "\\ud800"))
+
+
 def test_the_size_is_capped_before_anything_is_read() -> None:
     text = STORED.to_json()
     size = len(text.encode())

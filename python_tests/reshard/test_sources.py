@@ -119,7 +119,7 @@ def fsdp2_and_tp(hidden: int, inner: int) -> None:
     check(layout, model, full)
 
 
-def fsdp1(hidden: int, inner: int, strategy: str) -> None:
+def fsdp1(hidden: int, inner: int, strategy: str, use_orig_params: bool = True) -> None:
     model, full = numbered_block(hidden, inner)
     groups = None
     if strategy == "HYBRID_SHARD":
@@ -129,7 +129,7 @@ def fsdp1(hidden: int, inner: int, strategy: str) -> None:
         "sharding_strategy": ShardingStrategy[strategy],
         "process_group": groups,
         "device_id": torch.device("cpu"),
-        "use_orig_params": True,
+        "use_orig_params": use_orig_params,
     }
     model.down = FullyShardedDataParallel(model.down, **options)
     wrapped = FullyShardedDataParallel(model, ignored_states=[model.norm.weight], **options)
@@ -226,6 +226,7 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     *((scenario, size) for scenario in (fsdp2, hsdp, fsdp2_and_tp) for size in SIZES),
     (fsdp2_after_forward, ()),
     *((fsdp1, (5, 3, strategy)) for strategy in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")),
+    (fsdp1, (5, 3, "FULL_SHARD", False)),
     (one_dtensor, ((10, 3), (4,), (TorchShard(0),))),
     (one_dtensor, ((3, 4), (4,), (TorchShard(0),))),
     (one_dtensor, ((2, 5, 3), (2, 2), (TorchShard(1), TorchShard(1)))),
