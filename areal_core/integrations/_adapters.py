@@ -44,11 +44,13 @@ def cannot_multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str 
     """Why `ops.linear_logprob` does not take the hidden states and head of a model; None where it does."""
     if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "ds_id"):  # DTensor, quantized; ZeRO-3
         return "a sharded or special parameter"
+    if reason := no_kernel_for(hidden.device, hidden.dtype):
+        return reason
     # Autocast casts hidden states and weight; a bias goes with the weight.
     is_cast = torch.is_autocast_enabled(hidden.device.type)
     if (weight.dtype != hidden.dtype and not is_cast) or (bias is not None and bias.dtype != weight.dtype):
         return "a head of another dtype than the hidden states"
-    return no_kernel_for(hidden.device, hidden.dtype)
+    return None
 
 
 def score(

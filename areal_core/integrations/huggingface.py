@@ -22,7 +22,7 @@ from torch import Tensor
 from areal_core.errors import PatchError
 from areal_core.integrations._adapters import cannot_multiply
 from areal_core.integrations._deferred import DeferredLogits
-from areal_core.integrations._patch import Patches, logger
+from areal_core.integrations._patch import Patches, _lock, logger
 
 __all__ = ["apply_to"]
 
@@ -68,8 +68,10 @@ class _State:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def fall_back(self, reason: str) -> None:
-        self.fallbacks[reason] += 1
-        if self.fallbacks[reason] == 1:
+        with _lock:
+            self.fallbacks[reason] += 1
+            is_first = self.fallbacks[reason] == 1
+        if is_first:
             logger.info("the training loss computes logits (%s)", reason)
 
 

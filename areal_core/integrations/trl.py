@@ -74,7 +74,7 @@ def _score(
         return out.logprobs, out.entropy
     # TRL multiplies p = 0 by ln p = -inf where a logit is -inf, and subtracts infinities where all are.
     live = torch.ones_like(index, dtype=torch.bool) if row_mask is None else row_mask != 0
-    none_possible = live & (out.lse.detach() == -torch.inf)
+    none_possible = out.lse.detach() == -torch.inf  # 0 where masked
     some_impossible = live & (logits.detach() == -torch.inf).any(-1)
     return (
         out.logprobs * torch.where(none_possible, torch.nan, 1.0),
@@ -125,11 +125,13 @@ def _head_is_not_ours(
         return "final_logit_softcapping"
     if not logit_scale > 0:
         return "logit_scale <= 0"
+    if reason := cannot_multiply(hidden, weight, bias):
+        return reason
     if strict and (hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)):
         return "strict: logits rounded to half precision"
     if strict and bias is not None:
         return "strict: a bias may be -inf"
-    return cannot_multiply(hidden, weight, bias)
+    return None
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from areal_core.errors import PatchError
-from areal_core.integrations._deferred import DeferredLogits
 from areal_core.integrations.huggingface import apply_to
 
 import tiny
@@ -187,15 +186,21 @@ def test_tuples_hold_the_logits(batch: dict[str, Tensor]) -> None:
     assert patches.fallbacks == {READS: 1}
 
 
-def test_a_head_that_is_not_plain_falls_through(batch: dict[str, Tensor]) -> None:
+def test_a_head_that_is_not_plain_falls_through(batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture) -> None:
     model = tiny.causal_lm().train()
+    caplog.set_level(logging.INFO, "areal_core.integrations")
     seen: list[Any] = []
     handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
     assert same(model, batch) == {"hooks on the output embedding": 1}
     assert all(isinstance(x, Tensor) for x in seen)
     handle.remove()
     model.lm_head.weight.ds_id = 1
-    assert same(model, batch) == {"a sharded or special parameter": 1}
+    with apply_to(model) as patches:
+        model(**batch)
+        model(**batch)
+    assert patches.fallbacks == {"a sharded or special parameter": 2}
+    said = [x.getMessage() for x in caplog.records]
+    assert said.count("the training loss computes logits (a sharded or special parameter)") == 1
 
 
 def test_another_model_that_runs_inside_gives_its_logits(batch: dict[str, Tensor]) -> None:
@@ -242,6 +247,11 @@ def test_undo_under_another_wrapper_leaves_it_without_effect(batch: dict[str, Te
     patches.undo()
     assert model(**batch).logits is not None
     assert "forward" not in vars(model.lm_head)
+    del model.forward
+    with apply_to(model):
+        inner, of_head = model.forward, model.lm_head.forward
+        model.forward, model.lm_head.forward = lambda **inputs: inner(**inputs), lambda hidden: of_head(hidden)
+    assert model(**batch).logits is not None
 
 
 def test_a_copy_is_a_model_of_its_own(batch: dict[str, Tensor]) -> None:
@@ -262,6 +272,17 @@ def test_what_is_no_language_model_is_refused(model: Any) -> None:
         apply_to(model)
 
 
+def test_a_model_without_labels_is_refused() -> None:
+    class Scorer(torch.nn.Module):
+        def get_output_embeddings(self) -> torch.nn.Linear:
+            return torch.nn.Linear(2, 2)
+
+        def forward(self, input_ids: Tensor) -> None: ...
+
+    with pytest.raises(TypeError, match=r"whose forward takes labels .* got Scorer with Linear"):
+        apply_to(Scorer())
+
+
 def test_a_head_of_another_kind_is_refused() -> None:
     class Adapted(torch.nn.Linear):
         pass
@@ -270,83 +291,6 @@ def test_a_head_of_another_kind_is_refused() -> None:
     model.lm_head = Adapted(32, 64)
     with pytest.raises(TypeError, match="got Qwen2ForCausalLM with Adapted"):
         apply_to(model)
-
-
-# -- deferred logits --------------------------------------------------------------------------------------------------
-
-
-def deferred(*shape: int) -> tuple[DeferredLogits, Tensor, list[int]]:
-    head, hidden, reads = torch.nn.Linear(5, 11), torch.randn(*shape, 5), []
-    return DeferredLogits(hidden, head, lambda: reads.append(1)), head(hidden), reads
-
-
-READERS = {
-    "slice": lambda x: x[:, :-1],
-    "view in three": lambda x: x.view(3, 2, 11),
-    "view of columns": lambda x: x.view(-1, 22),
-    "view of other rows": lambda x: x.view(6, 11)[:4],
-    "method": lambda x: x.softmax(-1),
-    "function": torch.tanh,
-    "inside a list": lambda x: torch.stack([x, x]),
-    "negative factor": lambda x: x * -2.0,
-    "negative divisor": lambda x: (x / -2.0).view(-1, 11),
-    "tensor factor": lambda x: torch.linspace(1, 2, 11) * x,
-    "division by a tensor": lambda x: x / torch.linspace(1, 2, 11),
-    "sum": lambda x: x + 1,
-    "comparison": lambda x: x > 0,
-    "after a scale": lambda x: (2 * x / 3).float().exp(),
-    "old options": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), reduce=False),
-    "older options": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), size_average=False),
-    "weighted loss": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), torch.linspace(1, 2, 11)),
-    "smoothed loss": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), label_smoothing=0.2),
-    "soft labels": lambda x: functional.cross_entropy(x.view(-1, 11), torch.full((6, 11), 1 / 11)),
-    "loss of batches": lambda x: functional.cross_entropy(x.transpose(1, 2), torch.arange(6).view(2, 3)),
-    "numpy": lambda x: torch.as_tensor(x.detach().numpy()),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.filterwarnings("ignore:size_average and reduce")
-def test_whatever_reads_them_gets_logits(name: str) -> None:
-    lazy, logits, reads = deferred(2, 3)
-    close(READERS[name](lazy), READERS[name](logits))
-    assert reads
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("scale", [1.0, 0.4])
-def test_a_plain_cross_entropy_does_not(reduction: str, scale: float) -> None:
-    lazy, logits, reads = deferred(2, 3)
-    labels = torch.tensor([1, -7, 3, 10, 0, 2])
-
-    def loss(x: Any) -> Tensor:
-        x = (x / 2.0 * scale).float().contiguous().reshape((-1, 11))
-        return functional.cross_entropy(x, labels, ignore_index=-7, reduction=reduction)
-
-    close(loss(lazy), loss(logits))
-    assert lazy.shape == logits.shape
-    assert (lazy.size(-1), lazy.size(), lazy.device) == (11, logits.size(), logits.device)
-    assert not reads
-
-
-def test_a_shape_that_does_not_fit_is_refused_as_by_torch() -> None:
-    for x in deferred(2, 3)[:2]:
-        with pytest.raises(RuntimeError, match=r"shape '\[5, 11\]' is invalid"):
-            x.view(5, 11)
-
-
-@pytest.mark.parametrize(
-    ("shape", "labels"),
-    [((-1, 11), torch.arange(5)), ((-1, 11), torch.zeros(6)), ((2, 3, 11), torch.zeros(2, 3, dtype=torch.int64))],
-    ids=["too few", "floating-point", "not flat"],
-)
-def test_labels_that_torch_refuses(shape: tuple[int, ...], labels: Tensor) -> None:
-    lazy, logits, _ = deferred(2, 3)
-    with pytest.raises((RuntimeError, ValueError)) as expected:
-        functional.cross_entropy(logits.view(shape), labels)
-    with pytest.raises((RuntimeError, ValueError, TypeError)) as refused:
-        functional.cross_entropy(lazy if len(shape) == 3 else lazy.view(shape), labels)
-    assert str(refused.value) == str(expected.value) or "labels of an integer dtype" in str(refused.value)
 
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------

@@ -77,6 +77,10 @@ def test_logits_of_minus_infinity_are_impossible_tokens_and_nan_in_strict_mode()
     close(mine[0], theirs[0])
     assert theirs[1].isnan().any(-1).tolist() == [True, True, False]
     assert mine[1].isnan().any(-1).tolist() == [True, False, False], "no possible token: NaN, and no gradient"
+    masked = torch.tensor([0, 0, 1])
+    theirs, mine, _ = both(ours, lambda: SCORES["both"](logits, index, row_mask=masked), strict=True)
+    close(mine, theirs)
+    assert not mine[1].isnan().any()
 
 
 def test_half_precision_logits_give_float32_results_and_trls_own_in_strict_mode() -> None:
