@@ -54,7 +54,7 @@ def ppo_actor_loss_fn(
         loss_mask, weight = rejected.loss_mask, rejected.behave_imp_weight
     if ends is not None:
         advantages = _sequence_means(advantages, loss_mask, ends)
-    weighted = advantages if weight is None else torch.where(loss_mask, advantages * weight, 0.0)
+    weighted = advantages if weight is None else advantages * weight
     # Ratios are positive, so a lower bound of 0 is as good as a negative one.
     config = ops.PPOLossConfig(
         clip_low=min(eps_clip, 1.0),
@@ -64,27 +64,30 @@ def ppo_actor_loss_fn(
     )
     loss = _loss(logprobs, proximal_logprobs, weighted, loss_mask, ends, count, config)
 
-    ratio = _ratio(logprobs, proximal_logprobs, loss_mask, ends)
-    ratio = torch.where(loss_mask, ratio, 0.0)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + clip_high)
-    term = torch.maximum(unclipped, clipped)
-    dual_clip_mask = torch.zeros_like(loss_mask, dtype=torch.bool)
+    dead = ~loss_mask
+    difference = logprobs.detach() - proximal_logprobs
+    ratio = _ratio(difference, loss_mask, ends).masked_fill_(dead, 0.0)
+    negative = -advantages
+    unclipped = negative * ratio
+    clipped = ratio.clamp(1.0 - eps_clip, 1.0 + clip_high).mul_(negative)
+    clip_mask = (unclipped < clipped) & loss_mask
+    term = torch.maximum(unclipped, clipped, out=clipped)
+    dual_clip_mask = torch.zeros_like(loss_mask)
     if c_clip is not None:
-        bound = c_clip * advantages.abs()
+        bound = negative.abs_().mul_(c_clip)
         dual_clip_mask = (bound < term) & loss_mask
-        term = torch.minimum(term, bound)
+        term = torch.minimum(term, bound, out=term)
     statistics = {
-        "loss": term if weight is None else term * weight,
+        "loss": term if weight is None else term.mul_(weight),
         "importance_weight": ratio,
-        "approx_kl": (logprobs - proximal_logprobs).detach(),
-        "clip_mask": (unclipped < clipped) & loss_mask,
+        "approx_kl": difference,
+        "clip_mask": clip_mask,
         "dual_clip_mask": dual_clip_mask,
     }
     if rejected is not None and weight is not None:
         kept = (weight > 0) & loss_mask
         statistics |= {
-            "behave_approx_kl": torch.where(kept, proximal_logprobs - old_logprobs, 0.0).detach(),
+            "behave_approx_kl": (proximal_logprobs - old_logprobs).masked_fill_(~kept, 0.0),
             "behave_imp_weight": weight,
             "behave_mask": kept,
             "filtered_fraction": rejected.filtered_fraction,
@@ -124,9 +127,10 @@ def sapo_loss_fn(
     count = loss_mask.count_nonzero().clamp(min=1)
     loss = _loss(logprobs, old_logprobs, advantages, loss_mask, ends, count, config)
 
-    ratio = _ratio(logprobs, old_logprobs, loss_mask, ends)
+    difference = logprobs.detach() - old_logprobs
+    ratio = _ratio(difference, loss_mask, ends)
     if ends is not None:
-        ratio = torch.where(loss_mask, ratio, 0.0)
+        ratio.masked_fill_(~loss_mask, 0.0)
     positive = torch.sigmoid(tau_pos * (ratio - 1.0)) * (4.0 / tau_pos)
     negative = torch.sigmoid(tau_neg * (ratio - 1.0)) * (4.0 / tau_neg)
     gate = torch.where(advantages > 0, positive, negative)
@@ -134,7 +138,7 @@ def sapo_loss_fn(
     return loss, {
         "loss": -gate * advantages,
         "importance_weight": ratio,
-        "approx_kl": (logprobs - old_logprobs).detach(),
+        "approx_kl": difference,
         "clip_mask": none,
         "dual_clip_mask": none.clone(),
         "sapo_soft_gate": gate,
@@ -259,10 +263,11 @@ def _reject(
     apply = importlib.import_module(_FUNCTIONAL).apply_rejection_sampling
     if strict:
         return apply(proximal, behavior, loss_mask, cu_seqlens, config)
-    difference = torch.where(proximal == behavior, 0.0, proximal.detach() - behavior).clamp_(-_CLAMP, _CLAMP)
+    difference = (proximal - behavior).masked_fill_(proximal == behavior, 0.0).clamp_(-_CLAMP, _CLAMP)
     result = apply(difference, torch.zeros_like(difference), loss_mask, cu_seqlens, config)
-    result.behave_imp_weight = torch.where(difference.isnan() & loss_mask, difference, result.behave_imp_weight)
-    result.loss_mask = result.loss_mask | (difference.isnan() & loss_mask)
+    unknown = difference.isnan() & loss_mask
+    result.behave_imp_weight.masked_fill_(unknown, math.nan)
+    result.loss_mask = result.loss_mask | unknown
     return result
 
 
@@ -284,10 +289,10 @@ def _sequence_means(x: Tensor, live: Tensor, ends: Tensor) -> Tensor:
     return torch.where(live, means.view(x.shape), 0.0)
 
 
-def _ratio(logprobs: Tensor, proximal: Tensor, live: Tensor, ends: Tensor | None) -> Tensor:
+def _ratio(log_ratio: Tensor, live: Tensor, ends: Tensor | None) -> Tensor:
     """The ratio that the loss used, for AReaL's statistics."""
-    log_ratio = (logprobs.detach() - proximal).clamp_(-_CLAMP, _CLAMP)
-    return (log_ratio if ends is None else _sequence_means(log_ratio, live, ends)).exp()
+    bounded = log_ratio.clamp(-_CLAMP, _CLAMP)
+    return bounded.exp_() if ends is None else _sequence_means(bounded, live, ends).exp_()
 
 
 def _loss(
