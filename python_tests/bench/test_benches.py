@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not BENCH.is_dir(), reason="tests run without th
 
 SMALL = {
     "generate": "--rows 2 --prompt-tokens 3 --new-tokens 2",
+    "integrations": "--frameworks trl --tokens 3 --vocab 67 --sequences 4 --length 16 --lengths 40",
     "linear_logprob": "--tokens 21 --vocab 67 --hidden 8 --dtypes bfloat16 float32",
     "logprob": "--tokens 3 --vocab 67 --dtypes bfloat16",
     "loop": "rollout.batch_groups=2 rollout.group_size=2 generate.max_new_tokens=2 --steps 4 --skip 1 --modes sync",
