@@ -72,6 +72,7 @@ class Coordinator:
         self._greetings = threading.Semaphore(_MAX_GREETINGS)
         self._updating = threading.Lock()
         self._epoch = 0
+        self._session: list[list[object]] | None = None  # addresses whose data planes are connected to each other
         self._closed = False
         self._server = listen(address)
         self.address = address_of(self._server)
@@ -97,14 +98,19 @@ class Coordinator:
             start = time.monotonic()
             deadline = start + timeout
             members = self._assemble(deadline, cancelled, progress)
+            if self._session not in (None, _addresses(members)):
+                # One has started anew: the others' connections to it are of no use, so all begin again.
+                self._drop(list(members))
+                members = self._assemble(deadline, cancelled, progress)
             self._epoch = max(self._epoch, *(hello.epoch for _, hello in members.values())) + 1
             epoch, channels = self._epoch, {key: channel for key, (channel, _) in members.items()}
-            addresses = [[key.rank, hello.address] for key, (_, hello) in sorted(members.items()) if hello.address]
+            addresses = _addresses(members)
             try:
                 left = max(deadline - time.monotonic(), 0.0)
                 self._tell(channels, Prepare(epoch, version, left, addresses))
                 ended = _Waiting("transfer", epoch, deadline, cancelled, progress)
                 prepared = {key: reply for key, (reply, _) in ended.gather(channels, Prepared).items()}
+                self._session = addresses
             except ArealError as error:
                 self._abort(channels, epoch, str(error))
                 raise
@@ -147,7 +153,8 @@ class Coordinator:
         return {key: MemberReport(prepared[key], ack.pause_s, at - start) for key, (ack, at) in acknowledged.items()}
 
     def _abort(self, channels: Mapping[MemberKey, Channel], epoch: int, reason: str) -> None:
-        """Bring everybody to rest; who does not come to rest has to say hello again."""
+        """Bring everybody to rest, and have all say hello again: their data planes are to be made anew."""
+        self._session = None
         lost: list[str] = []
         reached = {}
         for key, channel in channels.items():
@@ -155,8 +162,8 @@ class Coordinator:
                 channel.send(Abort(epoch, reason[:1000]), _SEND_S)
                 reached[key] = channel
         ended = _Waiting("abort", epoch, time.monotonic() + _REST_S, lambda: False, lambda *_: None, lost=lost)
-        at_rest = ended.gather(reached, Ack)
-        self._drop([key for key in channels if key not in at_rest])
+        ended.gather(reached, Ack)
+        self._drop(list(channels))
 
     def _tell(self, channels: Mapping[MemberKey, Channel], message: Message) -> None:
         for channel in channels.values():
@@ -237,6 +244,10 @@ class Coordinator:
         if hello.layout_digest != self._expected[key]:
             return f"{key}: expected the layout of digest {self._expected[key]}, got {hello.layout_digest}"
         return ""
+
+
+def _addresses(members: Mapping[MemberKey, tuple[Channel, Hello]]) -> list[list[object]]:
+    return [[key.rank, hello.address] for key, (_, hello) in sorted(members.items()) if hello.address]
 
 
 class _Waiting:

@@ -32,6 +32,7 @@ from areal_core.errors import ClosedError
 from areal_core.reshard.arena import ArenaTensors, is_plain
 from areal_core.reshard.draft import Draft
 from areal_core.reshard.spec import Spec, dtype_name, dtype_of
+from areal_core.reshard.transports import ExposedBuffer
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 DEFAULT_TIMEOUT_S = 60.0
@@ -224,6 +225,19 @@ class VersionStore:
         Arguments and errors are those of `publish`. While the draft is open no other process publishes.
         """
         return Draft(self._open(), self._layout, version, allow_rollback, timeout)
+
+    def exposed(self) -> list[ExposedBuffer]:
+        """Every tensor of both arenas, for a transport whose peers write them directly.
+
+        Those of arena 0 first, each in the order of `specs`.
+        """
+        native = self._open()
+        sizes = [torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in self._layout.specs.values()]
+        return [
+            ExposedBuffer(native.fd, native.arena_offset_bytes(arena) + offset, size)
+            for arena in (0, 1)
+            for offset, size in zip(self._layout.offsets_bytes, sizes, strict=True)
+        ]
 
     def version(self) -> int:
         """The active version, -1 before the first. Costs less than a microsecond: poll as often as you like."""

@@ -164,6 +164,7 @@ void register_reshard(py::module_& m) {
       .def_property_readonly("bound_bytes", [](const VersionStore& s) { return s.plan().payload_bytes; })
       .def_property_readonly("digest", [](const VersionStore& s) { return s.plan().digest; })
       .def_property_readonly("chunks", [](const VersionStore& s) { return s.plan().chunks.size(); })
+      .def("arena_offset_bytes", &VersionStore::arena_offset_bytes, py::arg("arena"))
       .def("version", &VersionStore::version)
       .def("epoch", &VersionStore::epoch)
       .def("wait", &wait, py::arg("version"), py::arg("timeout"))

@@ -95,6 +95,11 @@ class VersionStore {
   const ArenaPlan& plan() const { return memory_->plan(); }
   const std::shared_ptr<StoreMemory>& memory() const { return memory_; }
   int fd() const { return file_.fd(); }
+  // Where an arena begins in the file, for those who write it through a mapping of their own.
+  int64_t arena_offset_bytes(int arena) const {
+    const StoreGeometry& geometry = memory_->geometry();
+    return static_cast<int64_t>(geometry.control_bytes + geometry.arena_stride * static_cast<size_t>(arena));
+  }
   uint64_t epoch() const { return memory_->control().epoch.load(std::memory_order_acquire); }
 
   // The active version, kNoVersion before the first. A few loads: cheap enough for every decoding step.
