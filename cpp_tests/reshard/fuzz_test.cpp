@@ -1,7 +1,8 @@
-// What comes from elsewhere, byte for byte: the layout of a store, its header.
+// What comes from elsewhere, byte for byte: the layout of a store, its header, the header of a chunk.
 #include "fuzzing.h"
 #include "reshard/store_memory.h"
 #include "reshard/version_store.h"
+#include "reshard/wire.h"
 #include "reshard/xxh3.h"
 #include "store_testing.h"
 
@@ -17,6 +18,38 @@ std::vector<std::string> layouts() {
 TEST(Fuzz, ASerializedArenaLayoutIsTakenOnlyAsItIsWritten) {
   fuzz(layouts(), [](const std::string& input) -> std::string {
     return ArenaLayout::parse(input).serialize() == input ? "" : "another layout writes these bytes";
+  });
+}
+
+std::string bytes_of(const WireHeader& header) { return {reinterpret_cast<const char*>(&header), sizeof header}; }
+
+// Every other input gets a checksum that fits, so that what lies behind it is reached.
+TEST(Fuzz, AWireHeaderIsTakenOnlyAsItIsSealed) {
+  std::vector<std::string> corpus;
+  for (const WireType type : {WireType::kData, WireType::kCredit}) {
+    WireHeader header{};
+    header.type = static_cast<uint16_t>(type);
+    header.epoch = 7;
+    header.plan_digest = 0x0123456789abcdef;
+    header.target = 3;
+    header.length = 4096;
+    seal_header(header);
+    corpus.push_back(bytes_of(header));
+  }
+  int inputs = 0;
+  fuzz(corpus, [&inputs](std::string input) -> std::string {
+    input.resize(sizeof(WireHeader));
+    WireHeader header;
+    std::memcpy(&header, input.data(), sizeof header);
+    if (++inputs % 2 == 0) {
+      header.header_crc = 0;
+      const std::string unsealed = bytes_of(header);
+      header.header_crc = crc32c(std::as_bytes(std::span(unsealed)));
+    }
+    check_header(header);
+    WireHeader sealed = header;
+    seal_header(sealed);
+    return bytes_of(sealed) == bytes_of(header) ? "" : "seal_header() writes another header";
   });
 }
 
