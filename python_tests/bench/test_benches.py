@@ -26,6 +26,7 @@ SMALL = {
     "publish": "--sizes 20KB --rounds 4",
     "reshard_copy": "--runs 64 4096 --total-mib 1",
     "reshard_plan": "--tensors 300 --ranks 8 --cases qwen2.5-0.5b-fsdp4-to-tp2",
+    "reshard": "--layers 1 --width 112 --pack-mib 1 --flips 3 --cases fsdp4-tp2 --baselines",
     "scan": "--sequences 16 --length 17",
     "train_step": "--tokens 8 --vocab 67 --hidden 64",
     "trainer": "--groups 4 --group-size 2",
@@ -114,7 +115,7 @@ def test_a_wrong_provider_is_never_timed(harness: ModuleType, monkeypatch: pytes
     assert bench.rows == []
 
 
-@pytest.mark.parametrize("name", ["packing", "trainer", "generate", "publish", "loop"])
+@pytest.mark.parametrize("name", ["packing", "trainer", "generate", "publish", "reshard", "loop"])
 def test_options_without_a_meaning_are_refused(
     name: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
