@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ _CONNECT_S = 5.0
 _RETRY_S = 0.05
 _SEND_S = 10.0
 _SLICE_S = 0.1
+_GONE_S = 2.0  # without a coordinator, until what was waiting for one is over
 
 
 class Transferred(NamedTuple):
@@ -42,7 +44,7 @@ class Part(Protocol):
         """Show them; returns the version shown (-1: this part shows none) and the seconds that readers were paused."""
 
     def abort(self, reason: str) -> None:
-        """Forget the transfer, whether it ended well or not."""
+        """Forget the transfer, whether it ended well or not; or what waits to be transferred, as nobody will ask."""
 
 
 class Member:
@@ -77,10 +79,14 @@ class Member:
             self._thread.join()
 
     def _run(self) -> None:
+        lost_at = math.inf
         while not self._closed.is_set():
             try:
                 channel = connect(self._address, self._token, peer="the coordinator", timeout=_CONNECT_S)
-            except ArealError:
+            except ArealError as error:
+                if time.monotonic() - lost_at > _GONE_S:
+                    lost_at = math.inf
+                    self._part.abort(f"no successor of the coordinator was found in {_GONE_S} s: {error}")
                 self._closed.wait(_RETRY_S)
                 continue
             self._channel = channel
@@ -91,6 +97,7 @@ class Member:
                 self._forget(f"lost the coordinator: {error}")
             finally:
                 channel.close()
+            lost_at = time.monotonic()
             self._closed.wait(_RETRY_S)
 
     def _follow(self, channel: Channel) -> None:
