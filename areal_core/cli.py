@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reshard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    reshard = commands.add_parser("reshard", help="plan transfers of weights between training and inference layouts")
+    reshard = commands.add_parser("reshard", help="plan and time transfers of weights between two layouts")
     kinds = reshard.add_subparsers(dest="reshard_command", required=True, metavar="COMMAND")
     plan = kinds.add_parser(
         "plan",
@@ -118,6 +118,29 @@ def _add_reshard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan.add_argument("--chunk-mib", type=int, default=8, metavar="N", help="bytes sent at once (default: %(default)s)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_reshard_plan)
+    bench = kinds.add_parser(
+        "bench",
+        help="publish versions between processes of this machine",
+        description="Start a process for each rank of both layouts, publish versions of a model from one side to the "
+        "other, check what arrives, and print times and loads. Needs memory for the source and twice the target.",
+        epilog="example: areal-core reshard bench --model qwen2.5-0.5b --layers 4 --src fsdp:4 --dst vllm:tp2",
+    )
+    bench.add_argument("--model", default="qwen2.5-0.5b", help="as for plan (default: %(default)s)")
+    bench.add_argument("--layers", type=int, metavar="N", help="of its layers only N")
+    bench.add_argument("--src", default="fsdp:4", metavar="SPEC", help="(default: %(default)s)")
+    bench.add_argument("--dst", default="vllm:tp2", metavar="SPEC", help="(default: %(default)s)")
+    bench.add_argument("--transport", default="shm", choices=["shm", "tcp"], help="(default: %(default)s)")
+    bench.add_argument("--rounds", type=int, default=10, metavar="N", help="versions timed (default: %(default)s)")
+    bench.add_argument(
+        "--chunk-mib", type=int, default=8, metavar="N", help="bytes sent at once (default: %(default)s)"
+    )
+    bench.set_defaults(run=_reshard_bench)
+
+
+def _reshard_bench(args: argparse.Namespace) -> int:
+    from areal_core.reshard.bench_command import bench_command
+
+    return bench_command(args)
 
 
 def _reshard_plan(args: argparse.Namespace) -> int:
