@@ -113,6 +113,8 @@ def compute_advantages(self: Any, data: dict[str, Any], *, original: Original) -
     if original.strict:
         advantages = carried_back(advantages, live)
         returns = advantages + (0.0 if values is None else values)
+    elif values is not None:
+        returns[:, -1] = values[:, -1]
     data["returns"] = returns
     data["advantages"] = _normalize(self.adv_norm, advantages, data["loss_mask"])
     return data

@@ -299,7 +299,10 @@ def test_a_behavior_logprob_of_minus_infinity_is_an_infinite_weight() -> None:
         assert theirs[0][1]["behave_imp_weight"][token] == 1
         assert result[0][1]["behave_imp_weight"][token] == weight
     batch.old[token] = torch.nan
-    assert one(lambda: policy_loss(batch, rejection_sampling=rejection))[1][0][0].isnan()
+    for action in ("mask", "clamp"):
+        metric = "kl_k1" if action == "mask" else "ratio"
+        rejection = actor.RejectionSamplingConfig(level="token", action=action, metric=metric, upper=2.0)
+        assert one(lambda rejection=rejection: policy_loss(batch, rejection_sampling=rejection))[1][0][0].isnan()
 
 
 def test_without_live_tokens_the_loss_is_zero() -> None:
@@ -462,6 +465,7 @@ def rollout(seed: int = 0) -> dict[str, Tensor]:
     place = torch.arange(columns)
     attention = place < lengths[:, None]
     mask = attention & (place >= 3) & ~((place > 7) & (place < 11))
+    mask[0, 0] = True  # AReaL's shift takes it to the last column
     return {
         "input_ids": torch.zeros(rows, columns, dtype=torch.long),
         "attention_mask": attention,
@@ -523,11 +527,12 @@ def test_advantages(strict: bool) -> None:
     for expected, result in zip(theirs, patched, strict=True):
         assert result.keys() == expected.keys()
         live = expected["loss_mask"].bool()
-        live[:, -1] = False
+        dead = ~live
+        dead[:, -1] = False
         for name, value in expected.items():
             if name in ("advantages", "returns") and not strict:
                 close(result[name][live], value[live])
-                assert not result[name][~live].any()
+                assert not result[name][dead].any()
             else:
                 close(result[name], value)
 
