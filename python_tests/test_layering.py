@@ -68,6 +68,8 @@ def allowed_prefixes(path: str) -> tuple[str, ...]:
     if parts[0] == "ops":
         own = ("base/", "cuda/", f"ops/{parts[1]}/", *FUSED_OPS.get(parts[1], ()))
         return (*own, TORCH_HELPERS) if path.endswith("_torch.cpp") else own
+    if path.startswith("reshard/transports/") and path.endswith(".cu"):
+        return ("base/", "cuda/", "reshard/")
     return {"base": ("base/",), "cuda": ("base/", "cuda/"), "c_api": ("base/", "ops/", "c_api/")}.get(
         parts[0], ("base/", f"{parts[0]}/")
     )

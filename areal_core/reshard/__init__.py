@@ -22,6 +22,7 @@ from areal_core.reshard.sources_safetensors import layout_of_safetensors, safete
 from areal_core.reshard.spec import Spec
 from areal_core.reshard.topology import Topology, parse_rate
 from areal_core.reshard.transports import (
+    CudaIpcTransport,
     ExposedBuffer,
     InprocGroup,
     InprocTransport,
@@ -34,6 +35,7 @@ from areal_core.reshard.version_store import PublishStats, Snapshot, VersionStor
 
 __all__ = [
     "Box",
+    "CudaIpcTransport",
     "DataPlaneOptions",
     "Draft",
     "Executor",

@@ -12,7 +12,7 @@ has begun, and a sender returns when its receivers have used all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -55,9 +55,9 @@ class Progress(NamedTuple):
 class _Side:
     """The buffers of a rank on one side, as the engine wants them."""
 
-    def __init__(self, side: str, rows: list[tuple[str, str, int, list[int]]]) -> None:
+    def __init__(self, side: str, rows: list[tuple[str, str, int, list[int]]], takes: Callable[[Tensor], bool]) -> None:
         specs = {name: Spec(dtype_of("Executor", name, dtype, size), tuple(shape)) for name, dtype, size, shape in rows}
-        self.side = side
+        self.side, self._takes = side, takes
         self.layout = ArenaTensors(specs, [])
         self.given: Mapping[str, Tensor] | None = None
         self.tensors: list[Tensor] = []
@@ -67,7 +67,10 @@ class _Side:
         """Check the tensors, and make host copies of those that are not plain host memory."""
         self.tensors = self.layout.in_order(f"Executor: {self.side}", tensors)
         kept = self.host if len(self.host) == len(self.tensors) else [None] * len(self.tensors)
-        self.host = [_host_memory(tensor, old) for tensor, old in zip(self.tensors, kept, strict=True)]
+        self.host = [
+            tensor if self._takes(tensor) else _host_memory(tensor, old)
+            for tensor, old in zip(self.tensors, kept, strict=True)
+        ]
         self.given = tensors
 
     @property
@@ -116,8 +119,9 @@ class Executor:
         native_transport = None if transport is None else transport.native
         self.native = _C.Executor(plan.native, rank, native_transport, threads, read_back, direct)
         self.plan, self.rank, self._transport = plan, rank, transport
-        self._source = _Side("source", self.native.source_buffers)
-        self._target = _Side("target", self.native.target_buffers)
+        takes = is_plain if transport is None else transport.takes
+        self._source = _Side("source", self.native.source_buffers, takes)
+        self._target = _Side("target", self.native.target_buffers, takes)
         self._is_source, self._is_target = rank in plan.source.ranks, rank in plan.target.ranks
         if buffers is not None:
             if self._is_source and self._is_target:
@@ -212,9 +216,7 @@ class Executor:
 
 
 def _host_memory(tensor: Tensor, kept: Tensor | None) -> Tensor:
-    """The tensor itself, or memory of the host to copy it to."""
-    if is_plain(tensor):
-        return tensor
+    """Memory of the host to copy the tensor to."""
     if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype and is_plain(kept):
         return kept
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -52,6 +52,10 @@ class Transport:
         """Memory made for chunks so far, of all peers: at most two chunks for each peer and direction. It is kept."""
         return self._open().staging_bytes
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it moves the tensor's memory as it is; other tensors go through a host copy."""
+        return is_plain(tensor)
+
     def cancel(self) -> None:
         """End every wait of this endpoint, now and later; its peers see it gone. From any thread."""
         if self.native is not None:
@@ -166,6 +170,39 @@ class ShmTransport(SocketTransport):
 
     def __init__(self, rank: int, token: bytes, *, exposed: Sequence[ExposedBuffer] = ()) -> None:
         super().__init__(rank, _C.ShmTransport(rank, token, list(exposed)))
+
+
+class CudaIpcTransport(SocketTransport):
+    """Ranks that are processes with GPUs of one machine: the copy engines write straight into the peers' memory.
+
+    token: as for TcpTransport.
+    exposed: the rank's target buffers on its device, in the order of `Layout.buffers(rank)`, all of them, allocated by
+        cudaMalloc (torch's expandable segments cannot be shared).
+    device: the device of this rank; None: the current one.
+
+    All buffers of the executor must lie on devices. No checksums are taken: the bytes never pass a CPU.
+
+    Raises: ValueError without a GPU, or a build without CUDA.
+    """
+
+    def __init__(self, rank: int, token: bytes, *, exposed: Sequence[Tensor] = (), device: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("CudaIpcTransport: expected a GPU, got none")
+        self._exposed = list(exposed)
+        ranges = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._exposed]
+        number = torch.cuda.current_device() if device is None else device
+        super().__init__(rank, _C.cuda_ipc_transport(rank, token, ranges, number))
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Contiguous tensors on a device."""
+        return tensor.is_cuda and tensor.is_contiguous()
+
+    def run_update(
+        self, executor: _C.Executor, epoch: int, buffers: _C.BoundBuffers, timeout: float
+    ) -> _C.TransferStats:
+        """Move one update, once the kernels that make or use the buffers are done; see `Executor.run`, the caller."""
+        torch.cuda.synchronize()
+        return executor.run(epoch, buffers, timeout)
 
 
 class SharedTensors:

@@ -14,7 +14,7 @@ using namespace areal::reshard::testing;
 #if defined(__SANITIZE_THREAD__)
 constexpr uint64_t kManyUpdates = 20;
 #else
-constexpr uint64_t kManyUpdates = 1000;
+constexpr uint64_t kManyUpdates = 200;
 #endif
 
 class EveryTransport : public ::testing::TestWithParam<Kind> {};

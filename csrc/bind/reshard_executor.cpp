@@ -13,6 +13,9 @@
 #include "bind/bind.h"
 #include "reshard/executor.h"
 #include "reshard/shared_memory.h"
+#if defined(AREAL_WITH_CUDA)
+#include "reshard/transports/cuda_ipc.h"
+#endif
 #include "reshard/transports/inproc.h"
 #include "reshard/transports/shm.h"
 #include "reshard/transports/tcp.h"
@@ -70,6 +73,16 @@ std::shared_ptr<ShmTransport> make_shm(int32_t rank, const py::bytes& token, con
   std::vector<ExposedBuffer> buffers;
   for (const auto& [fd, offset_bytes, bytes] : exposed) buffers.push_back({fd, offset_bytes, bytes});
   return std::make_shared<ShmTransport>(rank, token_bytes(token), buffers);
+}
+
+std::shared_ptr<SocketEndpoint> make_cuda_ipc([[maybe_unused]] int32_t rank, [[maybe_unused]] const py::bytes& token,
+                                              [[maybe_unused]] const std::vector<Range>& exposed,
+                                              [[maybe_unused]] int device) {
+#if defined(AREAL_WITH_CUDA)
+  return make_cuda_ipc_transport(rank, token_bytes(token), spans_of<std::byte>(exposed), device);
+#else
+  throw Error("CudaIpcTransport: expected a build with CUDA, got one without");
+#endif
 }
 
 void connect(SocketEndpoint& endpoint, const std::map<int32_t, std::string>& addresses, double timeout) {
@@ -196,6 +209,7 @@ void register_transports(py::module_& m) {
   py::class_<TcpTransport, SocketEndpoint, std::shared_ptr<TcpTransport>>(m, "TcpTransport")
       .def(py::init(&make_tcp), py::arg("rank"), py::arg("token"), py::arg("host"), py::arg("port"),
            py::arg("streams"));
+  m.def("cuda_ipc_transport", &make_cuda_ipc, py::arg("rank"), py::arg("token"), py::arg("exposed"), py::arg("device"));
   py::class_<ShmTransport, SocketEndpoint, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
       .def(py::init(&make_shm), py::arg("rank"), py::arg("token"), py::arg("exposed"));
 }

@@ -49,6 +49,7 @@ Executor::Executor(std::shared_ptr<const Plan> plan, int32_t rank, std::shared_p
   AREAL_CHECK(options.threads >= 1, "Executor: expected threads >= 1, got ", options.threads);
   AREAL_CHECK(transport_ == nullptr || transport_->rank() == rank, "Executor: expected the transport of rank ", rank,
               ", got that of rank ", transport_->rank());
+  AREAL_CHECK(!options.read_back || !on_device(), "Executor: expected no read_back of device memory, got one");
   if (holds(plan_->source(), rank)) source_ = plan_->source().storage(rank);
   if (holds(plan_->target(), rank)) target_ = plan_->target().storage(rank);
   RankPlan mine = plan_->rank(rank);
@@ -126,18 +127,27 @@ void Executor::begin(const BoundBuffers& buffers) {
   done_bytes_.store(0, std::memory_order_relaxed);
   for (const Gap& gap : padding_) {
     std::byte* buffer = buffers.target[static_cast<size_t>(gap.buffer)].data();
-    std::memset(buffer + gap.offset, 0, static_cast<size_t>(gap.bytes));
+    if (on_device()) {
+      transport_->zero(buffer + gap.offset, gap.bytes);
+    } else {
+      std::memset(buffer + gap.offset, 0, static_cast<size_t>(gap.bytes));
+    }
   }
+  if (on_device()) transport_->finish_copies();
 }
 
 void Executor::copy_locally(const BoundBuffers& buffers) {
   for (const CopyPiece& piece : local_copies_) {
     if (cancelled_) throw CancelledError(format_message("rank ", rank_, ": the update was cancelled"));
-    copy_strided(target_of(piece, buffers),
-                 buffers.source[static_cast<size_t>(piece.source_buffer)].data() + piece.source_offset, piece.shape,
-                 stores_);
+    const std::byte* source = buffers.source[static_cast<size_t>(piece.source_buffer)].data() + piece.source_offset;
+    if (on_device()) {
+      transport_->copy(target_of(piece, buffers), source, piece.shape);
+    } else {
+      copy_strided(target_of(piece, buffers), source, piece.shape, stores_);
+    }
     done_bytes_.fetch_add(piece.shape.bytes(), std::memory_order_relaxed);
   }
+  if (on_device()) transport_->finish_copies();
   store_fence();
 }
 
@@ -187,6 +197,14 @@ uint64_t Executor::pack(const MessageProgram& message, const ChunkProgram& chunk
 
 uint64_t Executor::move(const MessageProgram& message, const ChunkProgram& chunk, const BoundBuffers& buffers,
                         std::span<std::byte* const> remote) const {
+  if (on_device()) {
+    for (const CopyPiece& piece : message.pieces_of(chunk)) {
+      transport_->copy(remote[static_cast<size_t>(piece.target_buffer)] + piece.target_offset,
+                       source_of(piece, message, buffers), piece.shape);
+    }
+    transport_->finish_copies();
+    return 0;
+  }
   Mover mover(chunk.bytes, stores_);
   for (const CopyPiece& piece : message.pieces_of(chunk)) {
     mover.add(remote[static_cast<size_t>(piece.target_buffer)] + piece.target_offset,

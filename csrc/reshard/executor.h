@@ -94,6 +94,7 @@ class Executor {
     int64_t bytes;
   };
 
+  bool on_device() const { return transport_ != nullptr && transport_->copies_itself(); }
   void compile_padding();
   void compile_direct(size_t index, const WireHeader& grant);
   void check_buffers(const BoundBuffers& buffers) const;

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "reshard/deadline.h"
+#include "reshard/strided_copy.h"
 #include "reshard/wire.h"
 
 namespace areal::reshard {
@@ -68,6 +69,15 @@ class Transport {
   // Staging memory that this endpoint has made for the chunks of all peers, at most kChunksInFlight of them per peer
   // and direction. It is kept for the next update.
   virtual int64_t staging_bytes() const = 0;
+
+  // -- memory that no CPU reads ---------------------------------------------------------------------------------------
+  // Whether the buffers of both ends lie on a device, where only the transport can copy: then every chunk is direct,
+  // and its xxh3_64 is 0.
+  virtual bool copies_itself() const { return false; }
+  virtual void copy(std::byte*, const std::byte*, const StridedCopy&) {}
+  virtual void zero(std::byte*, int64_t) {}
+  // Returns when the copies so far are done.
+  virtual void finish_copies() {}
 
   // Makes every wait of this endpoint end, now and later. Its peers see it gone.
   virtual void cancel() = 0;

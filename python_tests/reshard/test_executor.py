@@ -27,6 +27,7 @@ from areal_core.reshard import (
     Spec,
     Storage,
     TensorLayout,
+    Topology,
     plan,
 )
 
@@ -111,6 +112,26 @@ def test_padding_is_zeroed_and_neighbours_stay(kind: str) -> None:
         expected = torch.zeros(8, 9, dtype=BF16)
         expected[1:6, :6] = full[5 * (rank - 1) : 5 * rank]
         assert torch.equal(oracle.bits(got), oracle.bits(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_of_a_node_complete_each_other(kind: str) -> None:
+    """Multicast: each gets a stripe from another node and passes it on, while the others pass on theirs."""
+    specs = {"a": Spec(BF16, (64, 96)), "b": Spec(torch.uint8, (1000,))}
+    made = plan(
+        one_sided(specs, 0, 2, Flat()),
+        one_sided(specs, 4, 3, Replicate()),
+        Topology(ranks_per_node=4),
+        chunk_bytes=4096,
+        multicast=True,
+    )
+    assert any(message.phase == 1 for message in made.rank(4).receives)
+    world = World(made, kind, threads=2)
+    for epoch in range(1, 6):
+        world.wipe()
+        fill(world, made.source, world.sources, epoch)
+        world.run(epoch)
+        assert_targets(world, epoch)
 
 
 def test_other_memory_may_be_bound_for_every_update() -> None:
@@ -226,7 +247,7 @@ def test_many_updates_take_no_memory_and_no_descriptors(kind: str) -> None:
     for epoch in range(50):
         world.run(epoch)
     before = use()
-    for epoch in range(50, 450):
+    for epoch in range(50, 1050):
         stats = world.run(epoch)
     after = use()
     assert after[1] == before[1]

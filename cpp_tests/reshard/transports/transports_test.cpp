@@ -270,6 +270,34 @@ TEST(Tcp, RefusesAChunkThatIsTooLong) {
   EXPECT_THROW(second.acquire(0, 101, Deadline(10)), Error);
 }
 
+TEST(Tcp, RefusesHeadersOutOfTheirSequence) {
+  TcpOptions options;
+  options.streams = 1;
+  TcpTransport second(1, token(), options);
+  auto raw = std::async(std::launch::async, [&] {
+    Fd fd = connect_to(second.address(), 1, Deadline(10));
+    introduce(fd, {0, 1, 0, 1}, token(), Deadline(10));
+    for (const uint32_t sequence : {0u, 0u}) {
+      WireHeader grant{};
+      grant.type = static_cast<uint16_t>(WireType::kGrant);
+      grant.target = 1;
+      grant.sequence = sequence;
+      seal_header(grant);
+      send(fd.get(), &grant, sizeof grant, MSG_NOSIGNAL);
+    }
+    return fd;
+  });
+  second.connect({{0, "127.0.0.1:1"}}, Deadline(10));
+  const Fd fd = raw.get();
+  EXPECT_NO_THROW(second.await_grant(0, Deadline(10)));
+  try {
+    second.await_grant(0, Deadline(10));
+    ADD_FAILURE() << "took a header twice";
+  } catch (const CorruptedError& error) {
+    EXPECT_NE(std::string(error.what()).find("expected sequence = 1, got 0"), std::string::npos) << error.what();
+  }
+}
+
 size_t open_descriptors() {
   const auto entries = std::filesystem::directory_iterator("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));
