@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal_core import ops
 from areal_core.integrations._patch import Original
-from areal_core.ops import _C, LogprobOutput, PPOLossConfig
+from areal_core.ops import _C, LogprobOutput
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -172,21 +172,20 @@ def is_usable_total(total: Any) -> bool:
 
 
 def aggregate(terms: Tensor, live: Tensor, reduction: Reduction) -> Tensor:
-    """Reduce terms [S, L] to a loss in one pass; masked terms are never read.
+    """Reduce terms [S, L] to a loss; masked terms have no part in it, whatever they are.
 
-    They are the log-probabilities of the plain policy gradient -A log p with A = -1.
+    In plain torch: a sum has no statistics that a kernel could compute along with it.
     """
-    flat = terms.to(computed_dtype(terms)).reshape(-1)
-    out = ops.ppo_loss(
-        flat,
-        flat.detach(),
-        torch.full_like(flat, -1.0),
-        live.reshape(-1),
-        cu_seqlens=row_offsets(live),
-        normalizer=reduction.normalizer,
-        config=PPOLossConfig(objective="reinforce", ratio_level="off", aggregation=reduction.aggregation),
-    )
-    return reduction.finish(out.loss)
+    kept, normalizer = torch.where(live, terms.to(computed_dtype(terms)), 0.0), reduction.normalizer
+    if reduction.aggregation.startswith("sequence"):
+        counts = live.sum(1, dtype=torch.int32)
+        normalizer = (counts > 0).sum().clamp(min=1) if normalizer is None else normalizer
+        kept = kept.sum(1)
+        if reduction.aggregation == "sequence_mean_token_mean":
+            kept = kept / counts.clamp(min=1)
+    elif normalizer is None:
+        normalizer = live.sum().clamp(min=1)
+    return reduction.finish(kept.sum() / normalizer)
 
 
 def carried_back(values: Tensor, live: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -234,7 +235,7 @@ def _divergence_masked(tokens: Tokens, reduction: Reduction, config: Any, valid:
         raise NotOursError("clip_ratio_c below 1")
     kept = tokens._replace(keep=valid if tokens.keep is None else valid & tokens.keep)
     loss, stats = _loss(kept, reduction, objective="cispo", clip_low=1.0, clip_high=cap - 1)
-    above = (tokens.log_ratio.clamp(-20, 20).exp() > cap) & valid
+    above = (tokens.log_ratio.clamp_(max=20) > math.log(cap)) & valid
     outside = live_mean(~valid, tokens.live)
     return loss, _metrics(outside, stats.finalize().kl_proximal_current_k1, live_mean(above, tokens.live))
 
@@ -248,7 +249,7 @@ def _divergence_bounds(config: Any) -> tuple[Any, Any]:
 def dppo_tv(tokens: Tokens, reduction: Reduction, config: Any, strict: bool) -> tuple[Tensor, Metrics]:
     """DPPO with bounds on the binary total variation."""
     low, high = _divergence_bounds(config)
-    moved = tokens.logprobs.detach().exp() - tokens.old.exp()
+    moved = tokens.logprobs.detach().exp().sub_(tokens.old.exp())
     return _divergence_masked(
         tokens, reduction, config, torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
     )
@@ -259,7 +260,8 @@ def dppo_kl(tokens: Tokens, reduction: Reduction, config: Any, strict: bool) -> 
     """DPPO with bounds on the binary KL divergence."""
     low, high = _divergence_bounds(config)
     new, old = tokens.logprobs.detach().exp(), tokens.old.exp()
-    other = (1 - old) * torch.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8))
-    divergence = old * (tokens.old - tokens.logprobs.detach()) + other
+    rest = 1 - old
+    divergence = (rest + 1e-8).div_((1 - new).add_(1e-8)).log_().mul_(rest)
+    divergence += (tokens.old - tokens.logprobs.detach()).mul_(old)
     valid = torch.where(tokens.advantages > 0, (divergence <= high) | (new <= old), (divergence <= low) | (new >= old))
     return _divergence_masked(tokens, reduction, config, valid)
