@@ -118,6 +118,19 @@ def test_policy_losses_and_their_options(name: str) -> None:
             assert patches.fallbacks == {}
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "geo_mean"])  # which verl leaves unbounded
+def test_clamps_of_extreme_ratios(name: str) -> None:
+    x = batch(torch.float64)
+    x["log_prob"] = x["old_log_prob"] + torch.tensor([0, 30, -30, 11, 15, -15])[:, None]
+    for sign in (1, -1):
+        x["advantages"] = torch.full_like(x["advantages"], float(sign))
+        with integration.apply(only={f"policy_loss.{name}"}) as patches:
+            ours = getattr(algos, f"compute_policy_loss_{name}")
+            options = {"config": actor_config(clip_ratio_c=1e6)}
+            assert_same(run_loss(ours, x, **options), run_loss(unpatched(ours), x, **options), 2e-8)
+            assert patches.fallbacks == {}
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_verl_gets_wrong_reaches_no_loss(name: str) -> None:
     x = batch()
