@@ -57,6 +57,11 @@ size_t block_bytes(const std::byte* target, size_t left) {
   return std::min(left, kBounceBytes - reinterpret_cast<uintptr_t>(target) % kLineBytes);
 }
 
+// Whether whole stripes may be stored as they are hashed: lines of the target begin where stripes do.
+bool in_step(const void* target, const Xxh3Stream& hash, Stores stores) {
+  return stores == Stores::kCached || (reinterpret_cast<uintptr_t>(target) - hash.taken_bytes()) % kLineBytes == 0;
+}
+
 bool is_long(size_t run_bytes) { return run_bytes > kBounceBytes / 2; }
 
 // Leaves the first rows out; returns their bytes.
@@ -216,6 +221,11 @@ void Unpacker::add(std::byte* target, const StridedCopy& shape) {
 void Unpacker::add_long(ByteRows rows) {
   for (; rows.count > 0; skip_rows(rows, 1)) {
     auto* target = static_cast<std::byte*>(rows.target);
+    if (hash_.taken_bytes() == used_ && in_step(target, hash_, stores_)) {
+      hash_.copy(target, packed_ + used_, rows.run_bytes, stores_);
+      used_ += rows.run_bytes;
+      continue;
+    }
     for (size_t at = 0; at < rows.run_bytes;) {
       const size_t bytes = block_bytes(target + at, rows.run_bytes - at);
       write_run(target + at, hashed(bytes), bytes, stores_);
@@ -261,6 +271,10 @@ void Mover::add_long(ByteRows rows) {
   for (; rows.count > 0; skip_rows(rows, 1)) {
     auto* target = static_cast<std::byte*>(rows.target);
     const auto* source = static_cast<const std::byte*>(rows.source);
+    if (in_step(target, hash_, stores_)) {
+      hash_.copy(target, source, rows.run_bytes, stores_);
+      continue;
+    }
     for (size_t at = 0; at < rows.run_bytes;) {
       const size_t bytes = block_bytes(target + at, rows.run_bytes - at);
       hash_.take(source + at, bytes);
