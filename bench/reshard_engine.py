@@ -128,7 +128,7 @@ class Updates:
             self.receiver.store.wait(self.version, TIMEOUT_S)
             return {}
         stats = self.sender.publish(self.version, timeout=TIMEOUT_S).wait(TIMEOUT_S)
-        return {} if stats is None else {k: float(v) for k, v in stats._asdict().items()}
+        return {} if stats is None else {k: float(v) for k, v in stats._asdict().items() if k != "digests"}
 
     def targets(self) -> Mapping[str, Tensor]:
         """The active version."""

@@ -305,8 +305,6 @@ class _Waiting:
         message = channel.receive(_SEND_S)
         if isinstance(message, Hello | Prepare | Commit | Abort):
             raise PeerError(f"{key}: expected {expected.__name__}, got {type(message).__name__}")
-        if message.epoch < self.epoch:
-            return None  # of an attempt that is over
         if isinstance(message, Failed):
             if self.phase == "abort":
                 return None  # it crossed our Abort

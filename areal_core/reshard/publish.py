@@ -52,6 +52,7 @@ class UpdateStats(NamedTuple):
     staging_bytes: int  # most that one member held for chunks under way
     staging_share: float  # the same, as a share of that member's part of the model
     sender_max_over_mean: float  # bytes of the busiest sender over those of the average one
+    digests: tuple[tuple[int, int], ...]  # (receiving rank, digest of its contents): equal on replicas
 
 
 class UpdateProgress(NamedTuple):
@@ -326,4 +327,5 @@ def update_stats(version: int, plan: Plan, reports: Mapping[MemberKey, MemberRep
         staging_bytes=staging[most],
         staging_share=staging[most] / max(shard_bytes, 1),
         sender_max_over_mean=max(sent) / max(statistics.mean(sent), 1e-9) if any(sent) else 1.0,
+        digests=tuple((key.rank, report.prepared.digest) for key, report in sorted(receivers.items())),
     )

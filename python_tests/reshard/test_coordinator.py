@@ -10,6 +10,8 @@ import pytest
 from control_parts import PLAN_DIGEST, TOKEN, FakePart, join, layout_digests, new_store, served
 
 from areal_core.errors import CancelledError, DeadlineError, PeerError
+from areal_core.reshard.control import Channel, listen
+from areal_core.reshard.control_messages import Commit, Message, Prepare, Prepared
 from areal_core.reshard.coordinator import Coordinator, MemberKey
 from areal_core.reshard.member import Member
 
@@ -170,6 +172,25 @@ def test_members_find_the_successor_of_a_coordinator(tmp_path: Path) -> None:
     assert group.versions() == {2}
     assert group.coordinator._epoch > 2, "an epoch that members have seen is not used again"
     group.close()
+
+
+@pytest.mark.parametrize("order", [Commit(1), Prepared(1, 0, 0, 0, 0, 0.0), Prepare(1, 2, 1.0, [])], ids=str)
+def test_a_member_commits_nothing_that_it_has_not_prepared(tmp_path: Path, order: Message) -> None:
+    server = listen(f"unix:{tmp_path}/control")
+    part = FakePart(new_store())
+    part.fail = RuntimeError("not prepared")
+    member = join(part, R0, f"unix:{tmp_path}/control")
+    channel = Channel(server.accept()[0], TOKEN, peer="a member", accepting=True, timeout=5.0)
+    channel.receive(5.0)
+    channel.send(order, 5.0)
+    if isinstance(order, Prepare):
+        assert "not prepared" in channel.receive(5.0).reason  # type: ignore[union-attr]
+        channel.send(Commit(1), 5.0)
+    with pytest.raises(PeerError):  # it hangs up
+        channel.receive(5.0)
+    assert served(part.store) == -1  # type: ignore[arg-type]
+    server.close()
+    member.close()
 
 
 def test_strangers_that_only_connect_do_not_hold_members_up(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,10 @@ def test_versions_arrive_whole_and_with_their_statistics(group: Group) -> None:
         assert 0 < stats.transfer_seconds < stats.seconds
         assert stats.pause_s == 0.0
         assert stats.sender_max_over_mean >= 1.0
+        for rank, digest in stats.digests:
+            with group.receivers[rank].store.pin() as snapshot:
+                assert snapshot.checksum() == digest
+        assert len(stats.digests) == RECEIVERS
         assert updates[0].progress().phase == "done"
         assert updates[0].done()
 
@@ -251,3 +256,16 @@ def test_closed_senders_and_negative_versions_are_refused(tmp_path: Path) -> Non
     sender.close()
     with pytest.raises(ClosedError):
         sender.publish(1)
+
+
+def test_a_hundred_updates_leave_descriptors_and_mappings_flat(group: Group) -> None:
+    def held() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return len(os.listdir("/proc/self/fd")), sum("memfd:" in line for line in maps)
+
+    for version in range(100):
+        group.publish(version)[0].wait(20.0)
+        if version == 2:
+            before = held()
+    assert held() == before
+    group.expect(99)
