@@ -2,13 +2,14 @@
 
 Every rank is a process; sources and targets hold real shapes (Qwen2.5-0.5B by default), each provider's result is
 compared bit for bit before it is timed, and a round ends when the last rank is done. The bound is a non-temporal copy
-of the bytes that must move, by as many threads as there are cores.
+of the bytes that must move, by as many threads as ranks send, or cores there are.
 
     python bench/bench_reshard.py --layers 6
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import tempfile
@@ -72,7 +73,8 @@ def bench_case(bench: Bench, case: Case, shapes: Shapes, args: Any, folder: str)
     name = f"{case.name}, {args.model}, {moved / 1e6:.0f} MB"
     ranks = Ranks(case, shapes, folder, with_dtensor=bool(args.baselines))
     rows: dict[str, dict[str, Any]] = {}
-    bound = bound_ms(moved, args.threads, args.repeats)
+    copying = min(os.cpu_count() or 1, len(case.source.ranks))
+    bound = bound_ms(moved, copying, args.repeats)
     try:
         for provider, kind in providers.items():
             seconds, figures = time_rounds(ranks, kind, args.repeats)
@@ -89,9 +91,7 @@ def bench_case(bench: Bench, case: Case, shapes: Shapes, args: Any, folder: str)
         row["cpu_speedup"] = baseline["cpu_ms"] / row["cpu_ms"]
     bench.rows += rows.values()
     print_table(name, rows, Work(moved, moved), bench)
-    print(
-        f"  non-temporal copy of these bytes, {args.threads} threads: {bound:.3f} ms; extra MB is staging of one rank"
-    )
+    print(f"  non-temporal copy of these bytes, {copying} threads: {bound:.3f} ms; extra MB is staging of one rank")
     for provider, row in rows.items():
         if "visible_p50_s" in row:
             visible = [1e3 * row[f"visible_{share}_s"] for share in ("p50", "p95")]
