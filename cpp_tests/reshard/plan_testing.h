@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "reshard/plan.h"
@@ -81,7 +82,7 @@ class RandomLayouts {
     const int64_t kind = below(6);
     const auto whole = size_t(below(mesh.dims()));
     if (kind == 0) {
-      result[whole] = Flat{};
+      result[whole] = flat(spec, mesh.shape()[whole]);
     } else if (kind == 1 && dims > 0) {
       result[whole] = ragged(spec, mesh.shape()[whole]);
     } else if (dims > 0) {
@@ -98,7 +99,11 @@ class RandomLayouts {
     std::vector<TensorLayout> tensors;
     for (const TensorSpec& spec : specs) {
       const auto on = int32_t(below(2));
-      tensors.push_back({spec, on, placements(spec, meshes[size_t(on)]), {}});
+      TensorLayout tensor{spec, on, placements(spec, meshes[size_t(on)]), {}};
+      for (const Placement& placement : tensor.placements) {
+        if (std::holds_alternative<Flat>(placement)) tensor.storage.buffer_shape = {1000};  // the longer buffer
+      }
+      tensors.push_back(tensor);
     }
     return {meshes, tensors};
   }
@@ -110,6 +115,15 @@ class RandomLayouts {
   }
 
  private:
+  // Alone, or somewhere in a longer buffer.
+  Flat flat(const TensorSpec& spec, int64_t ranks) {
+    int64_t elements = 1;
+    for (const int64_t size : spec.shape) elements *= size;
+    const int64_t offset = below(3) == 0 ? below(40) : 0;
+    const int64_t least = std::max<int64_t>(1, (offset + elements + ranks - 1) / ranks);
+    return {below(2) == 0 ? 0 : least + below(3), offset};
+  }
+
   // Every rank gets whole slices of dim 0; some slices belong to several ranks.
   Ragged ragged(const TensorSpec& spec, int64_t ranks) {
     Ragged result;
@@ -287,6 +301,7 @@ inline void check_plan(const Plan& plan) {
     }
     for (const Atom& atom : part.local_copies) expect_held(atom, true);
   }
+  EXPECT_GE(plan.stats().seconds, plan.lower_bound().seconds * (1 - 1e-12));
   EXPECT_EQ(sends, messages);
   EXPECT_EQ(messages, plan.stats().messages);
   EXPECT_EQ(wire_bytes, plan.stats().wire_bytes);

@@ -259,7 +259,7 @@ void QueueWalk::find_units(int32_t target) {
       if (common.empty()) continue;
       const Membership at = membership_of(problem_, holders_, of.needers[size_t(group)], target);
       for (const int32_t i : common) {
-        const Unit unit = unit_of(problem_, c, i, at.member, int32_t(at.group.size()));
+        const Unit unit = unit_of(problem_, c, i, at.member, at.members);
         if (unit.bytes > 0) units.push_back(unit);
         bytes_[h] += unit.bytes;
       }

@@ -24,12 +24,17 @@ bool comes_before(const Part& a, const Part& b) {
 // Parts by peer (position in the RankTable).
 using PartsByPeer = std::vector<std::vector<Part>>;
 
+// Another rank that needs the same intersection, and the stripe that it is sent.
+struct Companion {
+  int32_t rank;
+  Unit unit;
+};
+
 // What this rank needs of every tensor of one class.
 struct Need {
-  int32_t queue;            // -1: it holds it itself
-  RankSet group;            // who needs it too, and completes its stripes; itself included
-  int32_t member;           // its place there
-  std::vector<Unit> units;  // of each member
+  int32_t queue;  // -1: it holds it itself
+  Unit unit;
+  std::vector<Companion> companions;
 };
 
 class RankPlanner {
@@ -41,13 +46,18 @@ class RankPlanner {
   }
 
   void receive() {
-    std::vector<std::optional<std::vector<Need>>> needs(problem_.classes.classes.size());
+    std::vector<std::optional<std::pair<size_t, size_t>>> ranges(problem_.classes.classes.size());
     for (size_t t = 0; t < problem_.classes.class_of.size(); ++t) {
       const int32_t c = problem_.classes.class_of[t];
-      if (!needs[size_t(c)]) needs[size_t(c)] = needs_of(c);
-      if (needs[size_t(c)]->empty()) continue;
+      auto& range = ranges[size_t(c)];
+      if (!range) {
+        const size_t first = needs_.size();
+        append_needs(c);
+        range = {first, needs_.size()};
+      }
+      if (range->first == range->second) continue;
       const TensorPair tensors = problem_.tensor_class(c).tensors[size_t(problem_.classes.ordinal_of[t])];
-      for (const Need& need : *needs[size_t(c)]) receive(need, {tensors, c, 0, 0, 0});
+      for (size_t i = range->first; i < range->second; ++i) receive(needs_[i], {tensors, c, 0, 0, 0});
     }
   }
 
@@ -93,52 +103,49 @@ class RankPlanner {
     size_t share = 0;
   };
 
-  std::vector<Need> needs_of(int32_t c) const {
+  void append_needs(int32_t c) {
     const TensorClass& of = problem_.tensor_class(c);
     const auto position = problem_.target->meshes()[size_t(of.target_mesh)].position_of(problem_.ranks.rank(rank_));
-    if (!position) return {};
-    std::vector<std::pair<int32_t, int32_t>> wanted;  // intersections and their target groups
+    if (!position) return;
+    wanted_.clear();
     for (const int32_t group : of.refinement->target->groups_of(int32_t(*position))) {
-      for (const int32_t i : of.refinement->of_target[size_t(group)]) wanted.emplace_back(i, group);
+      for (const int32_t i : of.refinement->of_target[size_t(group)]) wanted_.push_back(i);
     }
-    std::sort(wanted.begin(), wanted.end());
-    std::vector<Need> needs;
-    for (const auto& [i, group] : wanted) {
-      const int32_t holders = of.holders[size_t(of.refinement->intersections[size_t(i)].source_group)];
+    std::sort(wanted_.begin(), wanted_.end());
+    for (const int32_t i : wanted_) {
+      const Intersection& common = of.refinement->intersections[size_t(i)];
+      const int32_t holders = of.holders[size_t(common.source_group)];
       const RankSet& held = problem_.rank_set(holders);
-      Need& need = needs.emplace_back();
       if (std::binary_search(held.begin(), held.end(), rank_)) {
-        need = {-1, {rank_}, 0, {unit_of(problem_, c, i, 0, 1)}};
+        needs_.push_back({-1, unit_of(problem_, c, i, 0, 1), {}});
         continue;
       }
-      Membership at = membership_of(problem_, holders, of.needers[size_t(group)], rank_);
-      need = {queues_.find(holders, problem_.ranks.node(rank_)), std::move(at.group), at.member, {}};
-      for (size_t m = 0; m < need.group.size(); ++m) {
-        need.units.push_back(unit_of(problem_, c, i, int32_t(m), int32_t(need.group.size())));
+      Need& need = needs_.emplace_back(Need{queues_.find(holders, problem_.ranks.node(rank_)), {}, {}});
+      const Membership at = membership_of(problem_, holders, of.needers[size_t(common.target_group)], rank_);
+      need.unit = unit_of(problem_, c, i, at.member, at.members);
+      for (int32_t m = 0; m < int32_t(at.group.size()); ++m) {
+        if (m != at.member) need.companions.push_back({at.group[size_t(m)], unit_of(problem_, c, i, m, at.members)});
       }
     }
-    return needs;
   }
 
   // part: its tensors and class.
   void receive(const Need& need, Part part) {
-    const Unit& own = need.units[size_t(need.member)];
-    part.intersection = own.intersection;
-    part.begin = own.begin;
-    part.end = own.end;
+    part.intersection = need.unit.intersection;
+    part.begin = need.unit.begin;
+    part.end = need.unit.end;
     if (need.queue < 0) {
       local_.push_back(part);
       return;
     }
-    if (own.bytes > 0) take(need.queue, own, part);
-    for (size_t m = 0; m < need.group.size(); ++m) {
-      if (int32_t(m) == need.member) continue;
-      if (own.bytes > 0) passed_on_[size_t(need.group[m])].push_back(part);
-      const Unit& other = need.units[m];
+    if (need.unit.bytes > 0) take(need.queue, need.unit, part);
+    for (const Companion& companion : need.companions) {
+      if (need.unit.bytes > 0) passed_on_[size_t(companion.rank)].push_back(part);
+      if (companion.unit.bytes == 0) continue;
       Part completing = part;
-      completing.begin = other.begin;
-      completing.end = other.end;
-      if (other.bytes > 0) completed_[size_t(need.group[m])].push_back(completing);
+      completing.begin = companion.unit.begin;
+      completing.end = companion.unit.end;
+      completed_[size_t(companion.rank)].push_back(completing);
     }
   }
 
@@ -174,6 +181,11 @@ class RankPlanner {
 
   void append_atoms(const Part& part, int64_t max_elements, std::vector<Atom>* atoms) {
     const Box& box = problem_.tensor_class(part.tensor_class).refinement->intersections[size_t(part.intersection)].box;
+    const int64_t elements = part.end - part.begin;
+    if (part.begin == 0 && elements <= max_elements && elements == box.elements()) {  // as most are
+      atoms->push_back({part.tensors.source, part.tensors.target, box});
+      return;
+    }
     rows_.clear();
     pieces_.clear();
     append_interval(box, part.begin, part.end, &rows_);
@@ -206,6 +218,8 @@ class RankPlanner {
   const Queues& queues_;
   int32_t rank_;
   std::vector<Cursor> cursors_;  // per queue
+  std::vector<Need> needs_;      // of the classes seen, one behind the other
+  std::vector<int32_t> wanted_;  // scratch of append_needs
   PartsByPeer sent_, received_, passed_on_, completed_;
   std::vector<Part> local_;
   std::vector<Box> rows_, pieces_;  // scratch of append_atoms

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/check.h"
 #include "reshard/max_flow.h"
 
 namespace areal::reshard {
@@ -92,7 +93,7 @@ void move_ends_to_cuts(const Problem& problem, QueueWalk* walk, Queue* queue) {
       moved[s].begin = cut_near(problem, step, wanted, tolerance);
       return false;
     });
-    moved[s].begin = std::max(moved[s].begin, moved[s - 1].begin);
+    AREAL_CHECK(moved[s].begin >= moved[s - 1].begin, "plan: expected shares in order");  // cuts move less than a share
     before = wanted;
   }
   queue->shares.clear();

@@ -41,15 +41,16 @@ void find_needer_groups(const Problem& problem, int32_t holders, int32_t needers
 }
 
 Membership membership_of(const Problem& problem, int32_t holders, int32_t needers, int32_t rank) {
-  if (!problem.options.multicast) return {{rank}, 0};
+  Membership result;
+  if (!problem.options.multicast) return result;
   const RankSet &held = problem.rank_set(holders), &needed = problem.rank_set(needers);
-  Membership result{{}, 0};
   for (const int32_t needer : needed) {
     if (problem.ranks.node(needer) != problem.ranks.node(rank)) continue;
     if (std::binary_search(held.begin(), held.end(), needer)) continue;
     if (needer == rank) result.member = int32_t(result.group.size());
     result.group.push_back(needer);
   }
+  result.members = int32_t(result.group.size());
   return result;
 }
 

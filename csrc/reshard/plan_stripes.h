@@ -26,8 +26,8 @@ void find_needer_groups(const Problem& problem, int32_t holders, int32_t needers
 
 // The group of one needer that is no holder, and its place there.
 struct Membership {
-  RankSet group;
-  int32_t member;
+  int32_t member = 0, members = 1;
+  RankSet group;  // empty where it is alone
 };
 Membership membership_of(const Problem& problem, int32_t holders, int32_t needers, int32_t rank);
 

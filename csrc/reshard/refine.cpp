@@ -100,6 +100,11 @@ class FlatRange {
     const int64_t coordinate = mesh_.coordinate_along(dim_, position);
     return coordinate < first_ || coordinate > last_;
   }
+  // Positions outside [first_position, end_position) are left out in any case.
+  int64_t first_position() const { return dim_ >= 0 && mesh_.dims() == 1 ? first_ : 0; }
+  int64_t end_position() const {
+    return dim_ >= 0 && mesh_.dims() == 1 ? std::min(last_ + 1, mesh_.size()) : mesh_.size();
+  }
 
  private:
   const Mesh& mesh_;
@@ -212,12 +217,12 @@ Pieces pieces_of(const TensorLayout& tensor, const Mesh& mesh) {
   std::vector<Box> boxes;
   std::vector<int32_t> holders;
   LocalPart part;
-  for (int32_t position = 0; position < mesh.size(); ++position) {
+  for (int64_t position = flat.first_position(); position < flat.end_position(); ++position) {
     if (flat.leaves_out(position)) continue;
     part.assign(tensor.spec.shape, mesh, tensor.placements, position);
     for (const LocalBox& held : part.boxes()) {
       boxes.push_back(held.box);
-      holders.push_back(position);
+      holders.push_back(int32_t(position));
     }
   }
   return disjoint_pieces(boxes, holders);

@@ -119,7 +119,7 @@ def test_placements_are_those_of_dtensor() -> None:
     assert (plain.placements, plain.mesh.shape) == ((Shard(0),), (4,))
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC_MODELS))
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-8b", "llama-3-8b", "qwen3-30b-a3b", "deepseek-v3"])
 def test_one_rank_holds_what_transformers_holds(name: str) -> None:
     sizes = PUBLIC_MODELS[name]
     sizes = dataclasses.replace(sizes, layers=sizes.first_sparse + 1)

@@ -70,9 +70,17 @@ def test_bytes_of_cases_that_are_known(model: str, capsys: pytest.CaptureFixture
 def test_multicast_sends_once_to_a_node(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", model, "--src", "hf", "--dst", "vllm:replicas4", "--ranks-per-node", "1"]
     assert facts_of(capsys, *arguments)["nic_bytes"] == 4 * total_bytes(model)
-    # The trainer and three engines share a node; the fourth engine is on the next one.
-    arguments[-1] = "4"
-    assert facts_of(capsys, *arguments, "--multicast")["nic_bytes"] == total_bytes(model)
+    # The trainer shares its node with an engine, two share the next node, the fourth is alone.
+    arguments[-1] = "2"
+    assert facts_of(capsys, *arguments)["nic_bytes"] == 3 * total_bytes(model)
+    multicast = facts_of(capsys, *arguments, "--multicast")
+    assert multicast["nic_bytes"] == multicast["bound"]["nic_bytes"] == 2 * total_bytes(model)
+
+
+def test_small_chunks_change_the_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", model, "--src", "hf", "--dst", "vllm"]
+    digests = {facts_of(capsys, *arguments, "--chunk-mib", size)["digest"] for size in ("1", "8")}
+    assert len(digests) == 2
 
 
 def test_a_slow_link_and_a_dead_one(model: str, capsys: pytest.CaptureFixture[str]) -> None:

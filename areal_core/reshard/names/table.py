@@ -25,7 +25,6 @@ over        the group of ranks that divides it: tp, experts, attention; `-`: of 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -33,7 +32,8 @@ __all__ = ["SPLITS", "NameTable", "Row"]
 
 SPLITS = ("whole", "buffer", "rows", "columns", "heads", "kv heads", "groups", "vocabulary")
 _GROUPS = ("tp", "experts", "attention", "-")
-_NUMBER = re.compile(r"\.(?:layers|experts)\.(\d+)(?=\.)")
+# The word before a number -> what stands for the number in patterns.
+_PLACEHOLDERS = {"layers": "{layer}", "experts": "{expert}"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,15 @@ class NameTable:
         Raises:
             ValueError: the table has no row for it.
         """
-        numbers = [int(number) for number in _NUMBER.findall(name)]
-        pattern = _NUMBER.sub(_placeholder, name)
-        layer, expert = (*numbers, -1, -1)[:2]
+        words = name.split(".")
+        numbers = {}
+        for before, placeholder in _PLACEHOLDERS.items():
+            at = words.index(before) + 1 if before in words else len(words)
+            if at < len(words) and words[at].isdecimal():
+                numbers[before] = int(words[at])
+                words[at] = placeholder
+        layer, expert = numbers.get("layers", -1), numbers.get("experts", -1)
+        pattern = ".".join(words)
         row = self._by_pattern.get(pattern)
         if row is not None:
             return Match(row, layer, expert, "")
@@ -107,10 +113,6 @@ class NameTable:
 
     def __str__(self) -> str:
         return "\n".join(" | ".join(column) for column in _aligned(self.rows))
-
-
-def _placeholder(found: re.Match[str]) -> str:
-    return ".layers.{layer}" if found[0].startswith(".layers.") else ".experts.{expert}"
 
 
 def _rows(text: str) -> Iterator[Row]:
