@@ -1,5 +1,14 @@
-"""Evaluation of a policy on held-out problems: pass@1 averaged over samples."""
+"""Evaluation of policies: what training looks at on the way, and models side by side (`areal-core eval`)."""
 
+from areal_core.evaluate.metrics import Estimate, bootstrap, is_right, majority_at_k, pass_at_k
 from areal_core.evaluate.policy import EvaluationResult, evaluate_policy
 
-__all__ = ["EvaluationResult", "evaluate_policy"]
+__all__ = [
+    "Estimate",
+    "EvaluationResult",
+    "bootstrap",
+    "evaluate_policy",
+    "is_right",
+    "majority_at_k",
+    "pass_at_k",
+]
