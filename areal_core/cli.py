@@ -61,10 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--fresh", action="store_true", help="delete the run that run_dir holds, if any")
     train.set_defaults(run=_train)
 
-    evaluate = commands.add_parser("eval", help="pass@1 of a model directory on a task")
-    evaluate.add_argument("model", help="Hugging Face directory, or the name of a bundled policy (chain_policy)")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
-    evaluate.set_defaults(run=_evaluate)
+    _add_eval(commands)
 
     report = commands.add_parser("report", help="write report.html and summary.svg of a run, finished or not")
     report.add_argument("run_dir")
@@ -89,6 +86,49 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, instruction set, CUDA build, GPUs")
     info.set_defaults(run=_info)
     return parser
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="pass@1, pass@k and maj@k of models on data sets; without --data, pass@1 on the task of a configuration",
+        argument_default=argparse.SUPPRESS,
+        description="With --data: sample responses of every model to every problem, print a table of the models side "
+        "by side, and write it (text, Markdown, JSON, HTML) beside all responses. A rerun continues where it stopped. "
+        "Without --data: greedy and sampled pass@1 of one model, as training evaluates; takes key=value overrides.",
+        epilog="example: areal-core eval chain_policy trained=runs/chain/checkpoints/step_000150/policy "
+        "--data chain_arithmetic aime24.jsonl:verifier=last_number --samples 32 --k 8 32 --output runs/table",
+    )
+    evaluate.add_argument(
+        "models",
+        nargs="+",
+        metavar="[LABEL=]MODEL",
+        help="Hugging Face directory, or the name of a bundled policy (chain_policy); without --data, one model and "
+        + _OVERRIDES,
+    )
+    evaluate.add_argument(
+        "--data",
+        nargs="+",
+        action="extend",
+        metavar="[LABEL=]FILE|TASK[:key=value,...]",
+        help="files of problems (JSON Lines), or tasks by name, with options",
+    )
+    evaluate.add_argument("--problems", type=int, metavar="N", help="first N of each (default: all, or 256 made up)")
+    evaluate.add_argument("--samples", type=int, metavar="N", help="responses to each problem (default: 32)")
+    evaluate.add_argument("--temperature", type=float, metavar="T", help="0: greedy, one sample (default: 0.6)")
+    evaluate.add_argument("--top-p", type=float, metavar="P", help="(default: 1)")
+    evaluate.add_argument("--top-k", type=int, metavar="K", help="0: all tokens (default: 0)")
+    evaluate.add_argument("--max-new-tokens", type=int, metavar="N", help="(default: what the context leaves)")
+    evaluate.add_argument("--seed", type=int, help="of the sampled tokens (default: 0)")
+    evaluate.add_argument("--template", metavar="TEXT", help="what is put before the model, with {prompt} in it")
+    evaluate.add_argument(
+        "--k", type=int, nargs="+", action="extend", metavar="K", help="also pass@K and maj@K (default: 1)"
+    )
+    evaluate.add_argument("--output", metavar="DIR", help="folder of tables and responses (default: runs/eval)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    evaluate.add_argument("--slots", type=int, metavar="N", help="responses decoded at once (default: 256)")
+    evaluate.add_argument("--threads", type=int, metavar="N", help="compute threads (default: 1)")
+    evaluate.set_defaults(run=_evaluate, overrides=[])
 
 
 def _add_reshard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -199,10 +239,21 @@ def _remove_run(run_dir: Path) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    if hasattr(args, "data"):
+        from areal_core.evaluate.command import compare_command
+
+        return compare_command(args)
     from areal_core.rl.config_file import load_config
     from areal_core.rl.evaluator import evaluate_model
 
-    config = load_config(None, [f"model.path={args.model}", *args.overrides])
+    model, *overrides = args.models
+    overrides += args.overrides
+    for name in sorted(set(vars(args)) - {"command", "run", "models", "overrides"}):
+        raise ValueError(f"--{name.replace('_', '-')}: expected --data beside it, which names what to evaluate on")
+    for word in overrides:
+        if "=" not in word:
+            raise ValueError(f"expected one model and key=value overrides without --data, got {word!r}")
+    config = load_config(None, [f"model.path={model}", *overrides])
     for name, value in evaluate_model(config).items():
         if name == "eval/version":  # of a run; a directory has none
             continue

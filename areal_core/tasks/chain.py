@@ -64,6 +64,10 @@ class ChainArithmetic:
         """1.0 when the text after the last ")" is the answer."""
         return float(response_text.rpartition(")")[2] == problem.answer)
 
+    def extract_answer(self, _problem: Problem, response_text: str) -> str | None:
+        """The text after the last ")"; None where there is none."""
+        return response_text.rpartition(")")[2] or None
+
     def demonstration(self, problem: Problem, *, think: bool) -> str:
         """A right response, thinking first or answering at once."""
         return f"({problem.metadata['trace']}){problem.answer}" if think else problem.answer
