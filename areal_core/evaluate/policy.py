@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ class EvaluationResult:
         truncated_fraction: responses cut by max_new_tokens.
         problems: number of problems.
         samples: responses per problem.
+        rewards: float64 [problems, samples], 0 where the verifier failed.
     """
 
     accuracy: float
@@ -35,6 +36,7 @@ class EvaluationResult:
     truncated_fraction: float
     problems: int
     samples: int
+    rewards: npt.NDArray[np.float64] = field(repr=False)
 
 
 def evaluate_policy(
@@ -80,4 +82,5 @@ def evaluate_policy(
         truncated_fraction=truncated / count,
         problems=len(prompts),
         samples=samples,
+        rewards=rewards,
     )

@@ -79,7 +79,6 @@ class _Judge:
     def __init__(self, data: DataSet, tokenizer: Tokenizer, settings: SamplingSettings, context: int) -> None:
         self._data = data
         self._template = settings.template
-        self._tokenizer = tokenizer
         self._workflow = SingleTurnWorkflow(
             data.task,
             tokenizer,
@@ -99,8 +98,7 @@ class _Judge:
 
     def response(self, sample: GeneratedSample) -> Response:
         problem = self._data.problems[sample.request_id]
-        ids = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
-        text = self._tokenizer.decode(ids.tolist())
+        text = self._workflow.response_text(sample)
         return Response(
             text=text,
             reward=self._workflow.reward(problem, sample),

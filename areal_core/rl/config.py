@@ -93,18 +93,25 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluation of a pinned version on held-out problems, every `every` steps (0: never), before and after."""
+    """Evaluation of a pinned version on held-out problems, every `every` steps (0: never), before and after.
+
+    k: also record pass@k and, where the task can tell answers, maj@k for each of these, and the 95 % interval of the
+        sampled accuracy.
+    """
 
     every: int = 25
     problems: int = 256
     samples: int = 1
     temperature: float = 1.0
+    k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "evaluate.every", ">= 0", self.every)
         for key in ("problems", "samples"):
             _require(getattr(self, key) >= 1, f"evaluate.{key}", ">= 1", getattr(self, key))
         _require(self.temperature > 0, "evaluate.temperature", "> 0", self.temperature)
+        fits = all(1 <= k <= self.samples for k in self.k)
+        _require(fits, "evaluate.k", f"numbers from 1 to evaluate.samples = {self.samples}", list(self.k))
 
 
 @dataclass(frozen=True)

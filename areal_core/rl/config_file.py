@@ -134,6 +134,9 @@ def _coerce(hint: Any, value: Any, key: str) -> Any:
         return _expect(value in args and not isinstance(value, bool), value, key, f"one of {', '.join(args)}")
     if origin is dict:
         return dict(_expect(isinstance(value, Mapping), value, key, "a mapping"))
+    if origin is tuple and args[1:] == (Ellipsis,):
+        _expect(isinstance(value, (list, tuple)), value, key, "a list")
+        return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if origin is tuple:
         _expect(isinstance(value, (list, tuple)) and len(value) == len(args), value, key, f"{len(args)} values")
         return tuple(_coerce(arg, item, f"{key}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True)))

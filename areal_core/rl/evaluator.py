@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
 from areal_core.assets import resolve_model
 from areal_core.errors import DataError
-from areal_core.evaluate import EvaluationResult, evaluate_policy
+from areal_core.evaluate import (
+    Answering,
+    EvaluationResult,
+    answer_of,
+    bootstrap,
+    evaluate_policy,
+    is_right,
+    majority_at_k,
+    pass_at_k,
+)
 from areal_core.generate.embedded import EmbeddedEngine
-from areal_core.generate.engine import SamplingParams
+from areal_core.generate.engine import GeneratedSample, SamplingParams
 from areal_core.model import DecoderConfig, load_model, load_tokenizer
 from areal_core.reshard import VersionStore
 from areal_core.rl.config import Config
@@ -54,16 +65,48 @@ class Evaluator:
         with self.store.pin() as snapshot:
             self.engine.load_weights(snapshot.tensors, snapshot.version)
         greedy = self._evaluate(temperature=0.0, samples=1)
-        sampled = self._evaluate(self.config.evaluate.temperature, self.config.evaluate.samples)
+        votes = bool(self.config.evaluate.k) and isinstance(self.workflow.task, Answering)
+        answers: dict[tuple[int, int], str | None] | None = {} if votes else None
+        sampled = self._evaluate(self.config.evaluate.temperature, self.config.evaluate.samples, answers)
         return {
             "eval/version": self.engine.version,
             "eval/accuracy_greedy": greedy.accuracy,
             "eval/accuracy_sampled": sampled.accuracy,
             "eval/accuracy_sampled_standard_error": sampled.standard_error,
             "eval/response_tokens_mean": sampled.response_tokens_mean,
+            **self._at_k(sampled, answers),
         }
 
-    def _evaluate(self, temperature: float, samples: int) -> EvaluationResult:
+    def _at_k(self, result: EvaluationResult, answers: Mapping[tuple[int, int], str | None] | None) -> dict[str, float]:
+        """pass@k and maj@k for `config.evaluate.k`, and the interval of the accuracy; nothing where there is no k."""
+        ks = self.config.evaluate.k
+        if not ks:
+            return {}
+        (accuracy,) = bootstrap(result.rewards.mean(axis=1))
+        metrics = {"eval/accuracy_sampled_low": accuracy.low, "eval/accuracy_sampled_high": accuracy.high}
+        right = is_right(result.rewards)
+        for k in ks:
+            metrics[f"eval/pass_at_{k}"] = float(pass_at_k(right.sum(axis=1), result.samples, k).mean())
+            if answers is not None:
+                votes = [
+                    majority_at_k([answers[problem, i] for i in range(result.samples)], row.astype(float).tolist(), k)
+                    for problem, row in enumerate(right)
+                ]
+                metrics[f"eval/maj_at_{k}"] = float(np.mean(votes))
+        return metrics
+
+    def _evaluate(
+        self, temperature: float, samples: int, answers: dict[tuple[int, int], str | None] | None = None
+    ) -> EvaluationResult:
+        """Evaluate; `answers`, if given, receives what sample j of problem i answers, under (i, j)."""
+
+        def score(index: int, sample: GeneratedSample) -> float:
+            problem = self.problems[index]
+            if answers is not None:
+                text = self.workflow.response_text(sample)
+                answers[index, sample.sample_index] = answer_of(self.workflow.task, problem, text)
+            return self.workflow.reward(problem, sample)
+
         sampling = SamplingParams(
             max_new_tokens=self.config.generate.max_new_tokens,
             temperature=temperature,
@@ -73,7 +116,7 @@ class Evaluator:
         return evaluate_policy(
             self.engine,
             self.prompts,
-            lambda index, sample: self.workflow.reward(self.problems[index], sample),
+            score,
             sampling,
             samples=samples,
         )

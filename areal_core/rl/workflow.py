@@ -60,15 +60,18 @@ class SingleTurnWorkflow:
             )
         return np.asarray(ids, dtype=np.int32)
 
+    def response_text(self, sample: GeneratedSample) -> str:
+        """What the verifier sees: the text up to the stop token, never the stop token itself."""
+        ids = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
+        return self.tokenizer.decode(ids.tolist())
+
     def reward(self, problem: Problem, sample: GeneratedSample) -> float:
         """The verified reward of a response; NaN when the verifier raises or takes too long (`last_error` says why)."""
         if sample.finish_reason == "length" and self.config.truncated == "penalise":
             return 0.0
-        # The verifier sees the text up to the stop token, never the stop token itself.
-        ids = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
         try:
             with _deadline(self.config.reward_timeout_s):
-                reward = float(self.task.verify(problem, self.tokenizer.decode(ids.tolist())))
+                reward = float(self.task.verify(problem, self.response_text(sample)))
         except Exception as error:  # a verifier is user code: whatever it raises excludes this sample, and only it
             self.last_error = f"problem {problem.problem_id}: the verifier raised {type(error).__name__}: {error}"
             return math.nan
