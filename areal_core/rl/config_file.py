@@ -17,7 +17,7 @@ import yaml
 from areal_core.errors import ConfigError
 from areal_core.rl.config import Config
 
-__all__ = ["build_config", "load_config", "save_config"]
+__all__ = ["build_config", "load_config", "load_settings", "save_config"]
 
 _T = TypeVar("_T")
 
@@ -47,12 +47,17 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     Raises:
         ConfigError: the file is missing or no YAML mapping, a key is unknown, a value has the wrong type or range.
     """
+    return load_settings(Config, path, overrides)
+
+
+def load_settings(cls: type[_T], path: str | Path | None = None, overrides: Iterable[str] = ()) -> _T:
+    """Read the settings of another frozen dataclass by the rules of `load_config`."""
     values: dict[str, Any] = {}
     if path is not None:
         values = _read_yaml(Path(path))
     for override in overrides:
         _apply_override(values, override)
-    return build_config(values)
+    return _build(cls, values, "")
 
 
 def build_config(values: Mapping[str, Any]) -> Config:

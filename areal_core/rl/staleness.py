@@ -17,7 +17,8 @@ the point of use, which only a resumed run with other settings can fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +66,17 @@ class StalenessGate:
             in_flight: the same for the groups still being sampled.
             version: the version about to be trained.
         """
-        if len(ready) < self.batch_groups:
+        return self.counts_make_batch(Counter(ready), Counter(in_flight), version)
+
+    def counts_make_batch(self, ready: Mapping[int, int], in_flight: Mapping[int, int], version: int) -> bool:
+        """`makes_batch` of counts: version at admission -> number of groups, which may be 0."""
+        if sum(ready.values()) < self.batch_groups:
             return False
         if self.eta == math.inf:
             return True
         for admitted in {*ready, *in_flight}:
-            due = sum(a <= admitted for a in ready)
-            late = sum(a <= admitted for a in in_flight)
+            due = sum(count for a, count in ready.items() if a <= admitted)
+            late = sum(count for a, count in in_flight.items() if a <= admitted)
             allowed_to_remain = self.batch_groups * (admitted + self.eta - version)
             if late > 0 and min(due, self.batch_groups) < due + late - allowed_to_remain:
                 return False
