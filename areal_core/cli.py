@@ -1,4 +1,4 @@
-"""The command line: ``areal-core train | eval | report | estimators | reshard | info``."""
+"""The command line: ``areal-core train | eval | report | simulate | estimators | reshard | info``."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir")
     report.set_defaults(run=_report)
 
+    _add_simulate(commands)
+
     estimators = commands.add_parser(
         "estimators",
         help="bias and variance of every advantage estimator, exact, as a table, a page and a picture",
@@ -129,6 +131,40 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     evaluate.add_argument("--slots", type=int, metavar="N", help="responses decoded at once (default: 256)")
     evaluate.add_argument("--threads", type=int, metavar="N", help="compute threads (default: 1)")
     evaluate.set_defaults(run=_evaluate, overrides=[])
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="how fast a cluster would train, and how many of its GPUs should generate",
+        description="Simulate an asynchronous (or synchronous) run on a cluster: decoding, training, weight updates "
+        "and the staleness gate. docs/simulator.md lists the settings.",
+        epilog="example: areal-core simulate examples/simulate/cluster.yaml cluster.gpus=256 --sweep",
+    )
+    simulate.add_argument("config", nargs="?", help="YAML file; without one, the defaults")
+    simulate.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. cluster.gpus=64 rollout.eta=1")
+    which = simulate.add_mutually_exclusive_group()
+    which.add_argument(
+        "--sweep", action="store_true", help="try shares of generators and etas; write table and pictures"
+    )
+    which.add_argument(
+        "--run", dest="run_dir", metavar="RUN_DIR", help="simulate a recorded run from its own step times"
+    )
+    which.add_argument("--published", action="store_true", help="compare with the numbers published for AReaL")
+    simulate.add_argument("--shares", type=_numbers, metavar="A,B,..", help="shares of GPUs that generate, in a sweep")
+    simulate.add_argument("--etas", type=_numbers, metavar="A,B,..", help="staleness bounds, in a sweep")
+    simulate.add_argument(
+        "--output",
+        default="runs/simulate",
+        metavar="DIR",
+        help="folder of a sweep's page and pictures (default: %(default)s)",
+    )
+    simulate.add_argument("--json", action="store_true", help="print JSON")
+    simulate.set_defaults(run=_simulate)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def _add_reshard(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -265,6 +301,12 @@ def _report(args: argparse.Namespace) -> int:
     from areal_core.telemetry import report_command
 
     return report_command(args.run_dir)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from areal_core.simulate.command import simulate_command
+
+    return simulate_command(args)
 
 
 def _estimators(args: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ C++      base <- cuda <- ops/<op> <- c_api; base <- decode; base <- reshard; bin
          reshard: plan knows neither executor nor transports, executor knows transport.h only, a transport neither.
 Python   ops and reshard import nothing above them; generate never imports rl; reference is for tests and benches;
          only rl/loop.py joins rollout, trainer, publish and evaluation; estimators knows ops and the look of telemetry;
-         integrations knows ops and reshard, and nothing knows it.
+         integrations knows ops and reshard, and nothing knows it; simulate knows of rl the staleness gate and the
+         reading of settings, and only the command line knows it.
 """
 
 import ast
@@ -29,11 +30,13 @@ PROJECT_IMPORTS = {
     "reference": {"reference"},
     "estimators": {"estimators", "ops", "telemetry", "errors"},
     "integrations": {"integrations", "ops", "reshard", "errors"},
+    "simulate": {"simulate", "rl", "reshard", "telemetry", "errors"},
     "errors": set(),
 }
 # At module level these import LIGHT_LIBRARIES and the standard library alone.
 LIGHT_PACKAGES = {"estimators", "integrations", "ops", "reshard"}
 LIGHT_LIBRARIES = {"torch", "numpy"}
+RL_IN_SIMULATE = ("rl.staleness", "rl.config_file", "rl.config_checks")
 JOINED_BY_THE_LOOP = {
     "rl.rollout": "rollout",
     "rl.trainer": "trainer",
@@ -164,6 +167,11 @@ def import_faults(module: str, text: str) -> Iterator[str]:
         yield f"{module}: expected reference in tests and benches only"
     if package != "integrations" and "integrations" in packages:
         yield f"{module}: expected no import of integrations"
+    if package == "simulate":
+        others = sorted(o for o in own if o.startswith("rl.") and not o.startswith(RL_IN_SIMULATE))
+        yield from (f"{module}: expected of rl only {', '.join(RL_IN_SIMULATE)}, got {other}" for other in others)
+    elif "simulate" in packages and package != "cli":
+        yield f"{module}: expected no import of simulate"
     if package == "generate" and "rl" in packages:
         yield f"{module}: expected generate to know nothing of rl"
     if package in LIGHT_PACKAGES:
@@ -201,6 +209,9 @@ def test_imports() -> None:
         ("integrations.trl", "from areal_core.rl import trainer"),
         ("rl.trainer", "from areal_core.integrations import trl"),
         ("rl.trainer", "from areal_core.reference import loss"),
+        ("rl.trainer", "from areal_core.simulate import simulate"),
+        ("simulate.cluster", "from areal_core.rl.rollout import Rollout"),
+        ("simulate.costs", "from areal_core import ops"),
         ("rl.trainer", "from areal_core.rl import publish\nfrom areal_core.rl.rollout import Rollout"),
         ("rl.rollout", "from areal_core.rl.trainer import Trainer\nfrom areal_core.evaluate import evaluate_policy"),
     ],
@@ -218,6 +229,7 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
         ("integrations.trl", "from areal_core import ops, reshard\ndef f():\n    import trl"),
         ("rl.loop", "from areal_core.rl import publish, rollout, trainer\nfrom areal_core.evaluate import x"),
         ("rl.trainer", "from areal_core import ops\nfrom areal_core.rl.publish import Publisher"),
+        ("simulate.cluster", "from areal_core.rl.staleness import StalenessGate"),
     ],
 )
 def test_allowed_imports_pass(module: str, line: str) -> None:
