@@ -104,7 +104,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The transfer is complete here; digest: of the contents, 0 from a sender."""
+    """The transfer is complete here; digest: of what has arrived (UpdateStats.digests), 0 from a sender."""
 
     epoch: int
     digest: int

@@ -32,12 +32,15 @@ class DataPlaneOptions:
     Attributes:
         threads: that copy, for each of sending and receiving.
         read_back: hash again what peers have written straight into this rank's memory: a second pass over it.
+        seal: take checksums of every version that arrives, so that its readers can verify it: a pass over all of it
+            before it is shown. Chunks have checksums of their own, taken on the way, with it and without.
         host: numeric address to listen at (tcp).
         streams: connections per pair of ranks (tcp), the same on every rank.
     """
 
     threads: int = 1
     read_back: bool = False
+    seal: bool = False
     host: str = "127.0.0.1"
     streams: int = 2
 
@@ -95,7 +98,7 @@ class DataPlane:
         else:
             first = draft.arena * len(draft.tensors)
             stats = self._executor.run(order.epoch, left, target=draft.tensors, first_exposed=first)
-        return Transferred(0, stats.sent_bytes, stats.received_bytes, stats.peak_staging_bytes)
+        return Transferred(stats.received_checksum, stats.sent_bytes, stats.received_bytes, stats.peak_staging_bytes)
 
     def bytes(self) -> tuple[int, int]:
         """Done, and to be done, of the update under way."""

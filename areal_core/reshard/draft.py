@@ -65,19 +65,22 @@ class Draft:
         """Take the checksums of everything written through `tensors`, in one pass; returns the digest of the contents.
 
         The digest is that of `Snapshot.checksum`. What changes after it is found by `commit(verify=True)` and by
-        readers that verify.
+        readers that verify. What has changed between the write and this call is not: a checksum taken on the way there
+        (`copy`, an executor's chunks) is what guards that.
         """
         self._native.seal_rest()
         return self._native.content_digest()
 
-    def commit(self, *, verify: bool = False) -> None:
+    def commit(self, *, verify: bool = False, checksums: bool = True) -> None:
         """Make this the active version.
 
         verify: read everything again first.
+        checksums: False: everything was written through `tensors`, and what was not sealed is shown all the same. The
+            version then carries no checksums (`Snapshot.has_checksums`), and readers that verify are refused.
 
         Raises: ValueError naming a tensor that was not sealed; CorruptedError (verify). Nothing is published then.
         """
-        self._native.commit(verify)
+        self._native.commit(verify, checksums)
 
     def abort(self) -> None:
         """Give the seat back and publish nothing; does nothing after a commit."""

@@ -52,7 +52,9 @@ class UpdateStats(NamedTuple):
     staging_bytes: int  # most that one member held for chunks under way
     staging_share: float  # the same, as a share of that member's part of the model
     sender_max_over_mean: float  # bytes of the busiest sender over those of the average one
-    digests: tuple[tuple[int, int], ...]  # (receiving rank, digest of its contents): equal on replicas
+    digests: tuple[tuple[int, int], ...]  # of each receiver, by rank (see below)
+    # With DataPlaneOptions(seal=True) that of its contents, as `Snapshot.checksum` has it: equal on replicas. Otherwise
+    # the sum of the checksums of the chunks it received: equal for equal bytes under the same plan, on the same rank.
 
 
 class UpdateProgress(NamedTuple):

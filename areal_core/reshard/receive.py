@@ -41,7 +41,8 @@ class WeightReceiver:
         plan, rank, coordinator, token, transport, options: as for `WeightSender`; the rank is one of the plan's target.
         store: where versions go; None: a new one for `plan.target.buffers(rank)`. Twice the rank's part of the model.
         in_place: tensors at fixed addresses (a captured graph's) to copy each version into once it is committed, by the
-            names of the buffers. They are overwritten while `pause` holds; the time of that is reported by itself.
+            names of the buffers. They are overwritten while `pause` holds; the time of that is reported by itself. The
+            bytes are compared with their checksums on the way if the version has any (`options.seal`).
         pause: a context manager, entered when a version is to be copied in place: it waits until nobody uses the
             tensors and keeps it so.
     """
@@ -94,7 +95,7 @@ class WeightReceiver:
 
 
 class _ReceiverPart:
-    """What a receiver does in an update: a draft of the store is filled, sealed, committed."""
+    """What a receiver does in an update: a draft of the store is filled, perhaps sealed, committed."""
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class _ReceiverPart:
     ) -> None:
         self._plan, self._rank, self._store = plan, rank, store
         self._in_place, self._pause = in_place, pause
+        self._seals = options.seal
         self._make_plane = partial(DataPlane, plan, rank, token, transport, options, store=store)
         self._plane: DataPlane | None = None
         self._draft: Draft | None = None
@@ -122,12 +124,12 @@ class _ReceiverPart:
         return Hello("receiver", self._rank, layout, self._plan.digest, self._plane.address, epoch)
 
     def transfer(self, order: Prepare, cancelled: threading.Event) -> Transferred:
-        """Wait until nobody reads the inactive arena, fill it, take its checksums."""
+        """Wait until nobody reads the inactive arena and fill it."""
         assert self._plane is not None
         deadline = time.monotonic() + order.timeout_s
         self._draft = self._open_draft(order, cancelled, deadline)
         done = self._plane.run(order, cancelled, deadline, draft=self._draft)
-        return done._replace(digest=self._draft.seal())
+        return done._replace(digest=self._draft.seal()) if self._seals else done
 
     def cancel(self) -> None:
         """Wake a transfer that waits."""
@@ -138,13 +140,13 @@ class _ReceiverPart:
         """Readers see it from here on; then it goes where it has to be."""
         draft, self._draft = self._draft, None
         assert draft is not None
-        draft.commit()
+        draft.commit(checksums=self._seals)
         if self._in_place is None:
             return draft.version, 0.0
         with self._pause():
             start = time.monotonic()
             with self._store.pin() as snapshot:
-                snapshot.copy_into(self._in_place)
+                snapshot.copy_into(self._in_place, verify=snapshot.has_checksums)
             return draft.version, time.monotonic() - start
 
     def abort(self, reason: str) -> None:

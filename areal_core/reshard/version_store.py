@@ -77,25 +77,37 @@ class Snapshot:
             self._tensors = self._layout.views(self._pin.arena())
         return dict(self._tensors)
 
-    def copy_into(self, targets: Mapping[str, Tensor]) -> None:
+    @property
+    def has_checksums(self) -> bool:
+        """Whether checksums of the contents were taken when they were written: `publish` does, `Draft.seal` does.
+
+        A version that arrived at a `WeightReceiver` has them with `DataPlaneOptions(seal=True)`.
+        """
+        self._check_pinned("has_checksums")
+        return self._pin.has_checksums
+
+    def copy_into(self, targets: Mapping[str, Tensor], *, verify: bool = True) -> None:
         """Copy every tensor to one of the caller's own, comparing all bytes with their checksums on the way.
 
         As fast as copying without the comparison. The GIL is released.
         targets: exactly the names, dtypes and shapes of the store; any strides, any device. Autograd learns that they
             changed, but records nothing.
+        verify: False: compare nothing, which is all that can be had of a version without checksums.
 
-        Raises: ValueError naming the tensor that does not fit, before anything is copied; CorruptedError naming the
-        tensor that was damaged, when all has been copied: the targets are then not to be used; ClosedError.
+        Raises: ValueError naming the tensor that does not fit, or when there are no checksums to compare with, before
+        anything is copied; CorruptedError naming the tensor that was damaged, when all has been copied: the targets are
+        then not to be used; ClosedError.
         """
         self._check_pinned("copy_into")
         ordered = self._layout.in_order("Snapshot.copy_into", targets)
         addresses = [t.data_ptr() if is_plain(t) else 0 for t in ordered]
         if 0 in addresses:
-            self._pin.verify()
+            if verify:
+                self._pin.verify()
             for view, target in zip(self.tensors.values(), ordered, strict=True):
                 if not is_plain(target):
                     target.detach().copy_(view)
-        self._pin.copy_to(addresses)
+        self._pin.copy_to(addresses, verify)
         torch.autograd.graph.increment_version(ordered)
 
     def checksum(self, *, verify: bool = True) -> int:
@@ -103,7 +115,8 @@ class Snapshot:
 
         verify: read all bytes and compare them with the checksums taken when they were written.
 
-        Raises: CorruptedError naming the first tensor that differs; ClosedError after `release`.
+        Raises: ValueError when the version carries no checksums (`has_checksums`); CorruptedError naming the first
+        tensor that differs; ClosedError after `release`.
         """
         self._check_pinned("checksum")
         if verify:

@@ -89,9 +89,10 @@ void seal(Publication& publication, const std::vector<int64_t>& tensors) {
   for (const int64_t tensor : tensors) publication.seal(tensor);
 }
 
-void commit(Publication& publication, bool read_back) {
+void commit(Publication& publication, bool read_back, bool checksums) {
   const py::gil_scoped_release unlocked;
-  publication.commit(read_back ? Verify::kReadBack : Verify::kNo);
+  publication.commit(read_back ? Verify::kReadBack : Verify::kNo,
+                     checksums ? Checksums::kRequired : Checksums::kOptional);
 }
 
 void verify(const Pin& pin) {
@@ -99,11 +100,11 @@ void verify(const Pin& pin) {
   pin.verify();
 }
 
-void copy_to(const Pin& pin, const std::vector<uintptr_t>& addresses) {
+void copy_to(const Pin& pin, const std::vector<uintptr_t>& addresses, bool verify) {
   std::vector<std::byte*> targets;
   for (const uintptr_t address : addresses) targets.push_back(reinterpret_cast<std::byte*>(address));
   const py::gil_scoped_release unlocked;
-  pin.copy_to(targets);
+  verify ? pin.copy_to(targets) : pin.copy_unverified_to(targets);
 }
 
 void translate(std::exception_ptr error) {
@@ -137,9 +138,10 @@ void register_reshard(py::module_& m) {
            [](const std::shared_ptr<Pin>& pin) {
              return ArenaView{pin, const_cast<std::byte*>(pin->arena()), pin->memory().layout().arena_bytes()};
            })
+      .def_property_readonly("has_checksums", &Pin::has_checksums)
       .def_property_readonly("content_digest", &Pin::content_digest)
       .def("verify", &verify)
-      .def("copy_to", &copy_to, py::arg("addresses"))
+      .def("copy_to", &copy_to, py::arg("addresses"), py::arg("verify"))
       .def("release", &Pin::release);
 
   py::class_<Publication>(m, "Publication")
@@ -150,7 +152,7 @@ void register_reshard(py::module_& m) {
       .def("seal", &seal, py::arg("tensors"))
       .def("seal_rest", &Publication::seal_rest, py::call_guard<py::gil_scoped_release>())
       .def("content_digest", &Publication::content_digest)
-      .def("commit", &commit, py::arg("read_back"))
+      .def("commit", &commit, py::arg("read_back"), py::arg("checksums"))
       .def("abort", &Publication::abort);
 
   py::class_<VersionStore>(m, "VersionStore")

@@ -24,19 +24,24 @@ void write_chunk(const ArenaPlan& plan, const ArenaChunk& chunk, std::span<const
   to.heartbeat.store(monotonic_ns(), std::memory_order_relaxed);
 }
 
-// Runs hash(piece) for every piece of the plan, in parallel; returns the first whose result is not its checksum.
-int64_t find_mismatch(const ArenaPlan& plan, std::span<const uint64_t> checksums, const auto& hash) {
-  std::atomic<int64_t> first{kNoPiece};
+// Runs visit(index of a piece) for every piece of the plan, in parallel.
+void for_each_piece(const ArenaPlan& plan, const auto& visit) {
   const auto chunks = static_cast<int64_t>(plan.chunks.size());
   parallel_for(0, chunks, chunks_per_thread(plan), [&](int64_t begin, int64_t end) {
     const ArenaChunk& last = plan.chunks[static_cast<size_t>(end - 1)];
     int64_t piece = plan.chunks[static_cast<size_t>(begin)].first_piece;
-    for (; piece < last.first_piece + last.piece_count; ++piece) {
-      const auto index = static_cast<size_t>(piece);
-      if (hash(plan.pieces[index], checksums[index]) == checksums[index]) continue;
-      int64_t known = first.load();
-      while (piece < known && !first.compare_exchange_weak(known, piece)) {
-      }
+    for (; piece < last.first_piece + last.piece_count; ++piece) visit(piece);
+  });
+}
+
+// Runs hash(piece) for every piece of the plan, in parallel; returns the first whose result is not its checksum.
+int64_t find_mismatch(const ArenaPlan& plan, std::span<const uint64_t> checksums, const auto& hash) {
+  std::atomic<int64_t> first{kNoPiece};
+  for_each_piece(plan, [&](int64_t piece) {
+    const auto index = static_cast<size_t>(piece);
+    if (hash(plan.pieces[index], checksums[index]) == checksums[index]) return;
+    int64_t known = first.load();
+    while (piece < known && !first.compare_exchange_weak(known, piece)) {
     }
   });
   return first.load();
@@ -69,6 +74,17 @@ int64_t unpack_chunks(const ArenaPlan& plan, const std::byte* arena, std::span<s
     if (target == nullptr) return expected;
     return copy_with_xxh3(target + piece.source_offset_bytes, arena + piece.target_offset_bytes,
                           static_cast<size_t>(piece.bytes), stores);
+  });
+}
+
+void unpack_chunks_unverified(const ArenaPlan& plan, const std::byte* arena, std::span<std::byte* const> targets,
+                              Stores stores) {
+  for_each_piece(plan, [&](int64_t index) {
+    const ArenaPiece& piece = plan.pieces[static_cast<size_t>(index)];
+    std::byte* target = targets[static_cast<size_t>(piece.tensor)];
+    if (target == nullptr) return;
+    copy_with_xxh3(target + piece.source_offset_bytes, arena + piece.target_offset_bytes,
+                   static_cast<size_t>(piece.bytes), stores);
   });
 }
 

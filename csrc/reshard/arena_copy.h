@@ -39,6 +39,10 @@ inline constexpr int64_t kNoPiece = INT64_MAX;
 int64_t unpack_chunks(const ArenaPlan& plan, const std::byte* arena, std::span<std::byte* const> targets, Stores stores,
                       std::span<const uint64_t> checksums);
 
+// The same, and nothing is compared.
+void unpack_chunks_unverified(const ArenaPlan& plan, const std::byte* arena, std::span<std::byte* const> targets,
+                              Stores stores);
+
 // The first piece of the arena whose bytes are not those of its checksum, or kNoPiece.
 int64_t find_damaged_piece(const ArenaPlan& plan, const std::byte* arena, std::span<const uint64_t> checksums);
 

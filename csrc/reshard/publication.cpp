@@ -138,6 +138,8 @@ uint64_t Publication::content_digest() const {
   return digest_of_checksums(*memory_, arena_index());
 }
 
+bool Publication::has_all_checksums() const { return std::ranges::find(written_, 0) == written_.end(); }
+
 void Publication::check_complete() const {
   const auto missing = std::find(written_.begin(), written_.end(), 0);
   if (missing == written_.end()) return;
@@ -147,9 +149,9 @@ void Publication::check_complete() const {
       "': expected all bytes written before commit, got none at offset ", piece.source_offset_bytes));
 }
 
-void Publication::commit(Verify verify) {
+void Publication::commit(Verify verify, Checksums checksums) {
   AREAL_CHECK(seated_, "Publication.commit: expected an open publication, got one committed or aborted");
-  check_complete();
+  if (checksums == Checksums::kRequired || verify == Verify::kReadBack) check_complete();
   if (verify == Verify::kReadBack) {
     const std::byte* written = memory_->arena(arena_index());
     check_intact(*memory_, find_damaged_piece(memory_->plan(), written, memory_->checksums(arena_index())), version_);
@@ -159,7 +161,10 @@ void Publication::commit(Verify verify) {
               "VersionStore.publish: expected to hold the writer's seat, got ", describe_process(control.writer.load()),
               " on it");
   ArenaRecord& record = memory_->record(arena_index());
-  record.content_digest.store(digest_of_checksums(*memory_, arena_index()), std::memory_order_relaxed);
+  const bool has_checksums = has_all_checksums();
+  record.has_checksums.store(has_checksums ? 1 : 0, std::memory_order_relaxed);
+  record.content_digest.store(has_checksums ? digest_of_checksums(*memory_, arena_index()) : 0,
+                              std::memory_order_relaxed);
   record.version.store(version_, kOrders.write_record);
   control.epoch.store(epoch_, kOrders.flip);
   wake_all(control.epoch);

@@ -15,6 +15,8 @@ namespace areal::reshard {
 
 enum class VersionOrder { kIncreasing, kAnyOrder };
 enum class Verify { kNo, kReadBack };
+// Whether a version must carry the checksums of its pieces: without them its readers can verify nothing.
+enum class Checksums { kRequired, kOptional };
 
 // Holds the writer's seat. Going out of scope without commit() aborts: the active version stays what it was.
 // One thread at a time.
@@ -43,14 +45,16 @@ class Publication {
   // XXH3 over the checksums, which commit() will publish. Throws areal::Error naming a tensor not written completely.
   uint64_t content_digest() const;
 
-  // Makes the version active. Throws areal::Error naming the first tensor that was not written completely; with
-  // kReadBack also reads the arena again and throws CorruptedError if it is not what was written. Then nothing is
-  // published.
-  void commit(Verify verify);
+  // Makes the version active. Throws areal::Error naming the first tensor that was neither written completely nor
+  // sealed; with kReadBack also reads the arena again and throws CorruptedError if it is not what was written. Then
+  // nothing is published. kOptional: the caller has put into arena() what was not written or sealed, and does without
+  // the checksums of the version unless all are there.
+  void commit(Verify verify, Checksums checksums = Checksums::kRequired);
   void abort();
 
  private:
   Publication(std::shared_ptr<StoreMemory> memory, int64_t version, ProcessIdentity owner);
+  bool has_all_checksums() const;
   void check_complete() const;
   void leave_seat();
 

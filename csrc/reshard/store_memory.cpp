@@ -11,7 +11,7 @@ namespace areal::reshard {
 namespace {
 
 constexpr uint64_t kMagic = 0x53564c4145524131;  // "1AREALVS"
-constexpr uint64_t kFormat = 1;
+constexpr uint64_t kFormat = 2;
 constexpr size_t kLayoutOffset = 256 + kReaderSlots * sizeof(ReaderSlot);
 constexpr size_t kPageBytes = size_t{64} << 10;  // the largest of common page sizes: one format for all
 

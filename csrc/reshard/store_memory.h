@@ -48,8 +48,8 @@ struct alignas(64) ControlLine {
 // Written while no reader can pin the arena, read under a pin (version also without: see VersionStore::version).
 struct alignas(64) ArenaRecord {
   std::atomic<int64_t> version;
-  std::atomic<uint64_t> epoch;
-  std::atomic<uint64_t> content_digest;  // XXH3 of the piece checksums
+  std::atomic<uint64_t> has_checksums;   // 0: of this version nobody has taken any
+  std::atomic<uint64_t> content_digest;  // XXH3 of the piece checksums, 0 without
 };
 
 using ReaderSlot = std::atomic<uint64_t>;  // identity of the process whose pin this is; 0: free

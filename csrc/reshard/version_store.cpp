@@ -27,17 +27,24 @@ void Pin::take_active() {
   version_ = memory_->record(arena_index()).version.load(std::memory_order_acquire);
 }
 
+bool Pin::has_checksums() const {
+  return memory_->record(arena_index()).has_checksums.load(std::memory_order_relaxed) != 0;
+}
+
 uint64_t Pin::content_digest() const {
+  AREAL_CHECK(has_checksums(), "VersionStore: expected checksums of version ", version_,
+              ", got a version that was committed without any");
   return memory_->record(arena_index()).content_digest.load(std::memory_order_relaxed);
 }
 
 void Pin::check_table() const {
   AREAL_CHECK(held_, "Pin: expected a pin still held, got a released one");
+  const uint64_t expected = content_digest();
   const std::span<const uint64_t> checksums = memory_->checksums(arena_index());
   const uint64_t digest = xxh3_64(checksums.data(), checksums.size_bytes());
-  if (digest != content_digest()) {
-    throw CorruptedError(format_message("VersionStore: version ", version_, ": expected checksums of digest ",
-                                        content_digest(), ", got ", digest));
+  if (digest != expected) {
+    throw CorruptedError(format_message("VersionStore: version ", version_, ": expected checksums of digest ", expected,
+                                        ", got ", digest));
   }
 }
 
@@ -46,13 +53,23 @@ void Pin::verify() const {
   check_intact(*memory_, find_damaged_piece(memory_->plan(), arena(), memory_->checksums(arena_index())), version_);
 }
 
-void Pin::copy_to(std::span<std::byte* const> targets) const {
-  check_table();
-  const ArenaPlan& plan = memory_->plan();
+void Pin::check_targets(std::span<std::byte* const> targets) const {
+  AREAL_CHECK(held_, "Pin: expected a pin still held, got a released one");
   AREAL_CHECK(static_cast<int64_t>(targets.size()) == memory_->layout().count(), "Pin.copy_to: expected ",
               memory_->layout().count(), " targets, got ", targets.size());
+}
+
+void Pin::copy_to(std::span<std::byte* const> targets) const {
+  check_targets(targets);
+  check_table();
+  const ArenaPlan& plan = memory_->plan();
   const std::span<const uint64_t> checksums = memory_->checksums(arena_index());
   check_intact(*memory_, unpack_chunks(plan, arena(), targets, stores_for(plan), checksums), version_);
+}
+
+void Pin::copy_unverified_to(std::span<std::byte* const> targets) const {
+  check_targets(targets);
+  unpack_chunks_unverified(memory_->plan(), arena(), targets, stores_for(memory_->plan()));
 }
 
 void Pin::release() {

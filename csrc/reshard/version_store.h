@@ -57,6 +57,8 @@ class Pin {
   int arena_index() const { return static_cast<int>(epoch_ % 2); }
   const std::byte* arena() const { return memory_->arena(arena_index()); }
   const StoreMemory& memory() const { return *memory_; }
+  // Whether the version was committed with checksums. Without, the calls below that need them throw areal::Error.
+  bool has_checksums() const;
   // XXH3 over the checksums taken when the version was written: equal contents have equal digests.
   uint64_t content_digest() const;
 
@@ -67,6 +69,8 @@ class Pin {
   // Copies every tensor to its contiguous target (nullptr: not this one) and compares with the checksums on the way.
   // Throws CorruptedError like verify(), after the copy: then some targets hold damaged bytes.
   void copy_to(std::span<std::byte* const> targets) const;
+  // The same without checksums, of any version.
+  void copy_unverified_to(std::span<std::byte* const> targets) const;
 
   // The writer may overwrite the arena from now on. Releasing again does nothing.
   void release();
@@ -75,6 +79,7 @@ class Pin {
   friend class VersionStore;
   Pin(std::shared_ptr<StoreMemory> memory, int slot, ProcessIdentity owner);
   void take_active();
+  void check_targets(std::span<std::byte* const> targets) const;
   void check_table() const;
 
   std::shared_ptr<StoreMemory> memory_;  // empty in a moved-from pin

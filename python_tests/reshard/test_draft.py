@@ -118,6 +118,52 @@ def test_a_byte_changed_after_the_seal_is_found_before_readers_see_it(store: Ver
     assert serves(store, 1, content(1))
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_version_without_checksums_says_so_to_readers_that_verify(store: VersionStore, sealed: bool) -> None:
+    with store.draft(1) as draft:
+        fill(draft.tensors, content(1))
+        if sealed:
+            draft.seal()
+        draft.commit(checksums=False)
+    targets = {name: torch.zeros_like(t) for name, t in content(1).items()}
+    strided = {name: torch.zeros(2, *t.shape, dtype=t.dtype).movedim(0, -1)[..., 0] for name, t in targets.items()}
+    with store.pin() as snapshot:
+        assert snapshot.has_checksums is sealed
+        if not sealed:
+            for call in (
+                snapshot.checksum,
+                lambda: snapshot.checksum(verify=False),
+                lambda: snapshot.copy_into(targets),
+                lambda: snapshot.copy_into(strided),
+            ):
+                with pytest.raises(ValueError, match=r"expected checksums of version 1, got a version .* without"):
+                    call()
+            assert all(not raw(t).any() for t in (*targets.values(), *strided.values()))
+        snapshot.copy_into(targets, verify=sealed)
+        snapshot.copy_into(strided, verify=sealed)
+        for name, expected in content(1).items():
+            assert np.array_equal(raw(targets[name]), raw(expected))
+            assert np.array_equal(raw(strided[name].contiguous()), raw(expected))
+    store.publish(content(2), 2)
+    assert serves(store, 2, content(2))  # the other arena
+    store.publish(content(3), 3)
+    assert serves(store, 3, content(3))  # and the same one has checksums again
+
+
+def test_tensors_copied_partly_are_not_verifiable(store: VersionStore) -> None:
+    first, rest = content(1), {n: t for n, t in content(1).items() if n != "w"}
+    with store.draft(1) as draft:
+        draft.copy(first)
+        draft.commit(checksums=False)
+    with store.pin() as snapshot:
+        assert snapshot.has_checksums
+    with store.draft(2) as draft:
+        fill({n: t for n, t in draft.tensors.items() if n != "w"}, rest)
+        with pytest.raises(ValueError, match="expected all bytes written"):
+            draft.commit(verify=True, checksums=False)  # there is nothing to compare with
+    assert store.version() == 1
+
+
 def test_an_open_draft_holds_the_seat(store: VersionStore) -> None:
     with store.draft(1), pytest.raises(DeadlineError, match="the writer's seat"):
         store.draft(1, timeout=0.0)

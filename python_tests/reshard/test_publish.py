@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ import torch
 from publish_cases import RECEIVERS, SENDERS, make_plan, source_part, target_part
 from torch import Tensor
 
-from areal_core.errors import CancelledError, ClosedError, DeadlineError, PeerError
+from areal_core.errors import CancelledError, ClosedError, CorruptedError, DeadlineError, PeerError
+from areal_core.reshard.data_plane import DataPlaneOptions
 from areal_core.reshard.publish import Update, WeightSender
 from areal_core.reshard.receive import WeightReceiver
 
@@ -64,7 +66,6 @@ class Group:
         for rank, receiver in self.receivers.items():
             with receiver.store.pin(timeout=5.0) as snapshot:
                 assert snapshot.version == version
-                snapshot.checksum()
                 expect_tensors(snapshot.tensors, version, rank)
 
     def close(self) -> None:
@@ -97,12 +98,45 @@ def test_versions_arrive_whole_and_with_their_statistics(group: Group) -> None:
         assert 0 < stats.transfer_seconds < stats.seconds
         assert stats.pause_s == 0.0
         assert stats.sender_max_over_mean >= 1.0
-        for rank, digest in stats.digests:
-            with group.receivers[rank].store.pin() as snapshot:
-                assert snapshot.checksum() == digest
-        assert len(stats.digests) == RECEIVERS
+        assert [rank for rank, _ in stats.digests] == list(RANKS)
         assert updates[0].progress().phase == "done"
         assert updates[0].done()
+
+
+def test_digests_follow_the_bytes(group: Group) -> None:
+    seen = []
+    for version, content in enumerate((5, 5, 6)):
+        group.set_weights(content)
+        first, *_ = [sender.publish(version) for sender in group.senders.values()]
+        stats = first.wait(20.0)
+        assert stats is not None
+        seen.append(stats.digests)
+    assert seen[0] == seen[1]
+    assert all(old[1] != new[1] for old, new in zip(seen[1], seen[2], strict=True))
+    for receiver in group.receivers.values():
+        with receiver.store.pin() as snapshot, pytest.raises(ValueError, match="without"):
+            snapshot.checksum()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_sealed_versions_can_be_verified_by_their_readers(tmp_path: Path, transport: str) -> None:
+    group = Group(f"unix:{tmp_path}/c", transport, options=DataPlaneOptions(seal=True))
+    stats = group.publish(1)[0].wait(20.0)
+    assert stats is not None
+    for rank, digest in stats.digests:
+        store = group.receivers[rank].store
+        with store.pin() as snapshot:
+            assert snapshot.checksum() == digest
+            memory = mmap.mmap(store.fileno(), os.fstat(store.fileno()).st_size)
+            at = memory.find(snapshot.tensors["down"].numpy().tobytes())
+            memory[at] ^= 8  # a bit of the arena flips
+            with pytest.raises(CorruptedError, match="'down' of version 1"):
+                snapshot.checksum()
+            with pytest.raises(CorruptedError, match="'down' of version 1"):
+                snapshot.copy_into({n: torch.zeros_like(t) for n, t in snapshot.tensors.items()})
+            memory.close()
+    assert len(stats.digests) == RECEIVERS
+    group.close()
 
 
 def test_chunks_under_way_are_all_the_memory_it_takes(group: Group) -> None:

@@ -170,7 +170,6 @@ class Cast:
         seen = set()
         for rank, store in self.stores.items():
             with store.pin(timeout=5.0) as snapshot:
-                snapshot.checksum()
                 half = COLUMNS // 2
                 part = whole(snapshot.version)[:, (rank - 2) * half : (rank - 1) * half]
                 assert torch.equal(snapshot.tensors["w"], part), f"rank {rank}, version {snapshot.version}"
