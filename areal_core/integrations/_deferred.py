@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,8 @@ class DeferredLogits:
     """What a linear layer would give for `hidden`, as far as a loss can tell.
 
     Cast to float32, flattened, scaled by a positive number and given to `torch.nn.functional.cross_entropy` they stay
-    uncomputed, and the loss is that of `ops.linear_logprob`. Anything else computes them first, and `on_read` is told.
+    uncomputed, and the loss is that of `ops.linear_logprob`. Anything else computes them first, once, and `on_read` is
+    told; from then on they are those logits, with whatever is done to them in place.
     """
 
     def __init__(
@@ -35,14 +35,17 @@ class DeferredLogits:
     ) -> None:
         self._hidden, self._head, self._on_read = hidden, head, on_read
         self._empty_is_nan, self._steps, self._temperature = empty_is_nan, steps, temperature
+        self.computed: Tensor | None = None
 
     def logits(self) -> Tensor:
         """Compute them after all."""
-        self._on_read()
-        logits = torch.nn.functional.linear(self._hidden, self._head.weight, self._head.bias)
-        for step in self._steps:
-            logits = step(logits)
-        return logits
+        if self.computed is None:
+            self._on_read()
+            logits = torch.nn.functional.linear(self._hidden, self._head.weight, self._head.bias)
+            for step in self._steps:
+                logits = step(logits)
+            self.computed = logits
+        return self.computed
 
     @property
     def shape(self) -> torch.Size:
@@ -58,7 +61,7 @@ class DeferredLogits:
         """Of the logits."""
         return self.shape if dim is None else self.shape[dim]
 
-    def float(self) -> DeferredLogits:
+    def float(self) -> Any:
         """Not computed: the loss has float32 logits anyway."""
         return self._then(Tensor.float)
 
@@ -104,9 +107,9 @@ class DeferredLogits:
         args, kwargs = tree_map(lambda x: x.logits() if isinstance(x, cls) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
-    def _then(
-        self, step: Step, hidden: Tensor | None = None, temperature: builtins.float | None = None
-    ) -> DeferredLogits:
+    def _then(self, step: Step, hidden: Tensor | None = None, temperature: builtins.float | None = None) -> Any:
+        if self.computed is not None:
+            return step(self.computed)
         return DeferredLogits(
             self._hidden if hidden is None else hidden,
             self._head,
@@ -128,6 +131,7 @@ class DeferredLogits:
     ) -> Tensor | None:
         """The loss; None where it needs the logits."""
         is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+        is_plain = is_plain and self.computed is None
         rows = self._hidden.shape[:-1]
         if not is_plain or len(rows) != 1 or target.shape != rows:
             return None
@@ -149,10 +153,14 @@ class DeferredLogits:
 
 def _computed(name: str) -> Callable[..., Any]:
     def operate(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(operator, name)(self.logits(), *args)
+        return getattr(self.logits(), name)(*args)
 
     return operate
 
 
-for _name in ("add", "sub", "neg", "pow", "matmul", "getitem", "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(DeferredLogits, f"__{_name}__", _computed(_name))
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul"),
+    *("neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter"),
+)
+for _name in _OPERATORS:
+    setattr(DeferredLogits, f"__{_name}__", _computed(f"__{_name}__"))

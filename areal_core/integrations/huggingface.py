@@ -34,7 +34,8 @@ def apply_to(model: Any, *, strict: bool = False) -> Patches:
 
     In training mode, with `labels` and with gradients, the loss and its gradients are those of the model's own forward,
     in float32 from half-precision weights, and `logits` of the output are None. Everything else, such as generation and
-    evaluation, is as before. Call it before accelerate, FSDP or a Trainer wrap the model.
+    evaluation, is as before. Call it before accelerate, FSDP or a Trainer wrap the model. A deep copy of the model has
+    it too, a pickled one or `from_pretrained` does not; torch.nn.DataParallel cannot replicate it.
 
     Args:
         model: with `get_output_embeddings()` a torch.nn.Linear, with or without bias, tied or not, and a forward that
@@ -43,7 +44,8 @@ def apply_to(model: Any, *, strict: bool = False) -> Patches:
 
     Returns:
         Patches, a context manager. `undo` restores the model; `fallbacks` counts the calls that computed logits, and
-        why: a loss with label smoothing or class weights, a softcap, hooks on the head, a parameter that is sharded.
+        why: a loss with label smoothing or class weights, a softcap, hooks on the head, a parameter that is sharded, an
+        output embedding that has been replaced since.
 
     Raises:
         TypeError: the model is not such a model.
@@ -84,7 +86,7 @@ class _ModelPatches(Patches):
         """Restore both methods. One that something else has wrapped meanwhile stays, without effect."""
         cls: Any = type(self.model)
         for module, function in ((self.model, _forward_of(cls)), (self.head, _head_forward)):
-            if getattr(vars(module).get("forward"), "__func__", None) is function:
+            if _own_forward(module) is function:
                 del module.forward
         vars(self.model).pop(_STATE, None)
 
@@ -97,19 +99,26 @@ _running: ContextVar[tuple[_State, Any] | None] = ContextVar("areal_core_running
 def _forward_of(cls: Any) -> Callable[..., Any]:
     """The method that takes the place of the class's forward in one model; it holds no model, so that copies work."""
     forward = cls.forward
+    position = list(inspect.signature(forward).parameters).index("labels") - 1  # without self
 
     @functools.wraps(forward)
     def loss_without_logits(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = vars(self).get(_STATE)  # gone after undo
-        trains = self.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+        labels = args[position] if len(args) > position else kwargs.get("labels")
+        trains = self.training and torch.is_grad_enabled() and labels is not None
         if state is None or not trains or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
-        token = _running.set((state, self.get_output_embeddings()))
+        head = self.get_output_embeddings()
+        if _own_forward(head) is not _head_forward:
+            state.fall_back("the output embedding has been replaced, or its forward")
+            return forward(self, *args, **kwargs)
+        token = _running.set((state, head))
         try:
             return _without_logits(forward(self, *args, **kwargs))
         finally:
             _running.reset(token)
 
+    loss_without_logits.__name__ = "forward"  # what a bound method is pickled by: the class's own comes back
     return loss_without_logits
 
 
@@ -125,10 +134,20 @@ def _head_forward(self: Any, hidden: Tensor) -> Any:
     return DeferredLogits(hidden, self, on_read, empty_is_nan=state.strict)
 
 
+_head_forward.__name__ = "forward"
+
+
+def _own_forward(module: Any) -> Any:
+    """The function that the module itself holds as its forward; None where that is its class's."""
+    held = vars(module).get("forward")
+    function = getattr(held, "__func__", held)
+    return None if function is type(module).forward else function
+
+
 def _without_logits(outputs: Any) -> Any:
     """The model's outputs, None for logits that nothing has read."""
     if isinstance(outputs, Mapping):
-        kept = {name: None if isinstance(x, DeferredLogits) else x for name, x in outputs.items()}
+        kept = {name: x.computed if isinstance(x, DeferredLogits) else x for name, x in outputs.items()}
         return type(outputs)(**kept)
     if isinstance(outputs, tuple):
         return tuple(x.logits() if isinstance(x, DeferredLogits) else x for x in outputs)
@@ -151,6 +170,6 @@ def _output_head(model: Any) -> Any:
             f"labels (of a PEFT model its get_base_model()), got {type(model).__name__} with {type(head).__name__}"
         )
     for module, what in ((model, "the model"), (head, "its output embedding")):
-        if "forward" in vars(module):
+        if _own_forward(module) is not None:
             raise PatchError(f"apply_to: expected {what} with the forward of its class, got one that is replaced")
     return head

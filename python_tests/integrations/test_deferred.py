@@ -38,6 +38,9 @@ READERS = {
     "tensor factor": lambda x: torch.linspace(1, 2, 11) * x,
     "division by a tensor": lambda x: x / torch.linspace(1, 2, 11),
     "sum": lambda x: x + 1,
+    "operators": lambda x: 1 + x + abs(x) + (1 - x) + 2 / (3 + abs(x)) + x % 2 + x // 2 + x**2 + 2**x - (-x),
+    "products": lambda x: (x @ torch.ones(11, 2), torch.ones(4, 3) @ x),
+    "rows": lambda x: (len(x), list(x)),
     "comparison": lambda x: x > 0,
     "after a scale": lambda x: (2 * x / 3).float().exp(),
     "old options": lambda x: functional.cross_entropy(x.view(-1, 11), torch.arange(6), reduce=False),
@@ -56,6 +59,30 @@ def test_whatever_reads_them_gets_logits(name: str) -> None:
     lazy, logits, reads = deferred(2, 3)
     close(READERS[name](lazy), READERS[name](logits))
     assert reads
+
+
+def _assign(x: Any) -> None:
+    x[..., 3] = -20.0
+
+
+IN_PLACE = {
+    "method": lambda x: x.div_(2.0),
+    "item": _assign,
+    "function": lambda x: functional.relu(x, inplace=True),
+    "through data": lambda x: x.data.clamp_(max=0.1),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@torch.no_grad()
+def test_what_is_done_in_place_stays_done(name: str) -> None:
+    lazy, logits, reads = deferred(2, 3)
+    for x in (lazy, logits):
+        IN_PLACE[name](x)
+    assert isinstance(lazy, DeferredLogits)
+    for loss in (lambda x: functional.cross_entropy((x / 2).view(-1, 11), torch.arange(6)), lambda x: x.float()):
+        close(loss(lazy), loss(logits))
+    assert reads == [1], "computed once"
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -252,6 +253,39 @@ def test_undo_under_another_wrapper_leaves_it_without_effect(batch: dict[str, Te
         inner, of_head = model.forward, model.lm_head.forward
         model.forward, model.lm_head.forward = lambda **inputs: inner(**inputs), lambda hidden: of_head(hidden)
     assert model(**batch).logits is not None
+
+
+def test_a_pickled_model_comes_back_as_its_class_has_it(batch: dict[str, Tensor]) -> None:
+    model = tiny.causal_lm().train()
+    expected = model(**batch).loss
+    with apply_to(model):
+        loaded = pickle.loads(pickle.dumps(model))
+    outputs = loaded(**batch)
+    close(outputs.loss, expected)
+    assert outputs.logits is not None
+    with apply_to(loaded):
+        assert loaded(**batch).logits is None
+
+
+def test_labels_by_position(batch: dict[str, Tensor]) -> None:
+    model = tiny.causal_lm().train()
+    arguments = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+    expected = model(*arguments).loss
+    with apply_to(model) as patches:
+        outputs = model(*arguments)
+    close(outputs.loss, expected)
+    assert outputs.logits is None
+    assert not patches.fallbacks
+
+
+def test_a_head_that_is_replaced_later_falls_through(batch: dict[str, Tensor]) -> None:
+    model = tiny.causal_lm().train()
+    with apply_to(model) as patches:
+        model.set_output_embeddings(torch.nn.Linear(32, 64))
+        outputs = model(**batch)
+        assert patches.fallbacks == {"the output embedding has been replaced, or its forward": 1}
+    close(outputs.loss, model(**batch).loss)
+    assert outputs.logits is not None
 
 
 def test_a_copy_is_a_model_of_its_own(batch: dict[str, Tensor]) -> None:
