@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,9 +22,7 @@ from areal_core.integrations._adapters import (
 )
 from areal_core.integrations._patch import Original
 
-logger = logging.getLogger("areal_core.integrations")
-
-# estimate(scores [S], mask [S, L], options by name) -> advantages [S, L]; the options have "groups" and "singleton".
+# estimate(scores [S], mask [S, L], options by name) -> advantages [S, L]; the options have "groups".
 Estimate = Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 
@@ -103,7 +100,7 @@ def by_group(*names: str) -> Callable[[Estimate], Callable[..., Any]]:
                 reason = "an index of another length"
             if reason is not None:
                 return original.fall_through(reason, token_level_rewards, response_mask, index, *args, **kwargs)
-            options |= _group_options(index, token_level_rewards.device, estimate.__name__, original)
+            options["groups"] = group_ids(index).to(token_level_rewards.device)
             advantages = estimate(_rewards(token_level_rewards).sum(-1), response_mask, options)
             return advantages, advantages
 
@@ -112,19 +109,12 @@ def by_group(*names: str) -> Callable[[Estimate], Callable[..., Any]]:
     return decorate
 
 
-def _group_options(index: Any, device: torch.device, name: str, original: Original) -> dict[str, Any]:
-    groups = group_ids(index)
-    if not original.strict and bool((torch.bincount(groups) == 1).any()):
-        _warn(f"verl {name.strip('_')}: a group of one has advantage 0; strict=True gives it its reward")
-    return {"groups": groups.to(device), "singleton": "raw" if original.strict else "zero"}
-
-
 _GRPO = ("epsilon", "norm_adv_by_std_in_grpo", "config")
 _PLAIN = ("epsilon", "config")
 
 
 def _compare(estimator: str, scores: Tensor, mask: Tensor, options: Mapping[str, Any], **more: Any) -> Tensor:
-    settings = {"singleton": options["singleton"], **more}
+    settings = {"singleton": "raw", **more}  # a group of one keeps its reward, so that one sample a prompt trains
     groups, live = options["groups"], mask.bool()
     return ops.compute_advantages(estimator, rewards=scores, group_ids=groups, loss_mask=live, **settings)
 
@@ -182,7 +172,7 @@ def gdpo(
         reason = "gdpo_reward_keys, weights or an index that do not fit"
     if reason is not None:
         return original.fall_through(reason, token_level_rewards, response_mask, index, *args, **kwargs)
-    options |= _group_options(index, token_level_rewards.device, "gdpo", original)
+    options["groups"] = group_ids(index).to(token_level_rewards.device)
     kinds = [w * _grpo(x, response_mask, options) for x, w in zip(scores, weights, strict=True)]
     total = torch.stack(kinds).sum(0)
     if original.strict:
@@ -227,9 +217,3 @@ def _verl_whiten(values: Tensor, mask: Tensor) -> Any:
     from verl.utils.torch_functional import masked_whiten
 
     return masked_whiten(values, mask)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Once a process."""
-    logger.warning(text)
