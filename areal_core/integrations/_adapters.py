@@ -27,6 +27,8 @@ def no_kernel_for(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def cannot_score(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> str | None:
     """Why `score` does not take logits [..., V] and labels [...]; None where it does."""
+    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested for x in (logits, labels)):
+        return "logits that are no plain tensor"  # DTensor, jagged
     if logits.dim() < 1 or labels.shape != logits.shape[:-1]:
         return "labels of another shape than the rows of the logits"
     if labels.dtype not in (torch.int64, torch.int32):

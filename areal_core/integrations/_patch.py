@@ -176,13 +176,15 @@ def apply_seams(
         source: where the framework comes from, if no extra installs it.
 
     Raises:
-        ValueError: `only` names no seam of the table.
+        ValueError: `only` names no seam of the table, or is a string.
         MissingPackageError: the framework, or what it needs to be imported, is not installed.
         UnsupportedVersionError: a seam is not there, or has another signature or source.
         PatchError: a seam is replaced already.
     """
     chosen = [seam for seam in seams if only is None or seam.name in only]
     names = [seam.name for seam in seams]
+    if isinstance(only, str):
+        raise ValueError(f"{framework}.apply: expected only to be a collection of names, got the string {only!r}")
     if unknown := sorted(set(only or ()) - set(names)):
         raise ValueError(f"{framework}.apply: expected only in {names}, got {unknown}")
     version = _installed_version(framework, source or f"pip install 'areal-core[{extra or framework}]'")

@@ -60,8 +60,6 @@ def gather_logprobs_entropy(
 
 
 def _cannot_score(logits: Tensor, labels: Tensor, temperature: Any, strict: bool) -> str | None:
-    if type(logits) not in (Tensor, torch.nn.Parameter):
-        return "logits that are no plain tensor"
     if isinstance(temperature, Tensor) or not 0 < temperature < math.inf:
         return "a temperature that is no positive number"
     if strict and labels.numel() == 0:

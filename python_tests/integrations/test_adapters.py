@@ -14,6 +14,7 @@ from areal_core.integrations._adapters import (
     NotOursError,
     Reduction,
     aggregate,
+    cannot_score,
     carried_back,
     check_tokens,
     group_ids,
@@ -39,6 +40,17 @@ def test_masked_tokens_take_what_follows() -> None:
 def test_groups_are_numbered_by_their_labels() -> None:
     assert group_ids(["b", "a", "b", 3, (1, 2), "a"]).tolist() == [0, 1, 0, 2, 3, 1]
     assert group_ids(torch.tensor([7, 7, 2])).tolist() == [0, 0, 1]
+
+
+def test_what_is_no_plain_tensor_is_left_to_the_framework() -> None:
+    class Sharded(torch.Tensor):
+        pass
+
+    logits, labels = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
+    assert cannot_score(logits, labels) is None
+    assert cannot_score(torch.nn.Parameter(logits), labels) is None
+    for odd in ((logits.as_subclass(Sharded), labels), (logits, labels.as_subclass(Sharded))):
+        assert cannot_score(*odd) == "logits that are no plain tensor"
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,8 @@ def test_undo_happens_once_and_after_exceptions(utils: ModuleType) -> None:
 def test_an_unknown_name_is_refused(utils: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"expected only in \['double', 'negate'\], got \['doubel'\]"):
         apply(only=["doubel", "negate"])
+    with pytest.raises(ValueError, match="collection of names, got the string 'negate'"):
+        apply(only="negate")
     assert utils.negate(4) == -4
 
 
