@@ -225,6 +225,11 @@ TEST(Placement, ScalarsAndMoreThanTwoToThe31Elements) {
             (std::vector<Box>{{2, {rows / 4, 0}, {rows / 4, columns}}, {2, {rows / 4 * 3, 0}, {rows / 4, columns}}}));
   const int64_t huge = int64_t{1} << 62;
   EXPECT_EQ(local_boxes({huge, huge, 0}, line(2), Placements{Flat{}}, 0), std::vector<Box>{});
+  // As many elements as there may be, not divisible.
+  const int64_t part = huge / 3 + 1;
+  EXPECT_EQ(local_boxes({huge}, line(3), Placements{Shard{}}, 2), (std::vector<Box>{{1, {2 * part}, {part - 2}}}));
+  EXPECT_EQ(local_boxes({huge}, line(3), Placements{Flat{}}, 2), (std::vector<Box>{{1, {2 * part}, {part - 2}}}));
+  EXPECT_EQ(local_boxes({huge}, line(1), Placements{StridedShard{0, 3}}, 0), (std::vector<Box>{{1, {0}, {huge}}}));
 }
 
 TEST(Placement, NamesWhatItRefuses) {
@@ -246,7 +251,9 @@ TEST(Placement, NamesWhatItRefuses) {
   expect_error("split_factor in [1, 65536], got 65537", [&] { check({5}, line(2), {StridedShard{0, 65537}}); });
   expect_error("chunk of at least 2 for 3 elements", [&] { check({5}, line(2), {StridedShard{0, 2, 1}}); });
   expect_error("chunk of at least 4", [&] { check({2, 3}, line(2), {Flat{3, 1}}); });
-  expect_error("offset >= 0 below 2^63, got -1", [&] { check({2}, line(2), {Flat{0, -1}}); });
+  expect_error("offset >= 0 and an end up to 2^62, got -1", [&] { check({2}, line(2), {Flat{0, -1}}); });
+  const int64_t most = int64_t{1} << 62;
+  expect_error("an end up to 2^62", [&] { check({2}, line(2), {Flat{0, most - 1}}); });
   expect_error("nothing but Replicate beside Flat", [&] { check({4}, grid(2, 2), {Flat{}, Shard{}}); });
   expect_error("nothing but Replicate beside Flat", [&] { check({4}, grid(2, 2), {Shard{}, Flat{}}); });
   expect_error("nothing but Replicate beside Flat", [&] { check({4}, grid(2, 2), {Flat{}, Flat{}}); });
@@ -260,7 +267,9 @@ TEST(Placement, NamesWhatItRefuses) {
                [&] { check({4}, line(1), {Ragged{{{{1, {0}, {2}}, {1, {1}, {2}}}}}}); });
   expect_error("sizes >= 0, got shape [-4]", [&] { check({-4}, line(1), {Replicate{}}); });
   const int64_t huge = int64_t{1} << 40;
-  expect_error("fewer than 2^63 elements", [&] { check({huge, huge}, line(1), {Replicate{}}); });
+  expect_error("elements up to 2^62", [&] { check({huge, huge}, line(1), {Replicate{}}); });
+  expect_error("elements up to 2^62", [&] { check({most + 1}, line(2), {Shard{}}); });
+  expect_error("elements up to 2^62", [&] { check({0, most + 1}, line(2), {StridedShard{1, 2}}); });
   expect_error("at most 6 dimensions", [&] { check(Shape(7, 1), line(1), {Replicate{}}); });
   expect_error("a position in [0, 2), got 2", [] { local_boxes({4}, line(2), Placements{Shard{}}, 2); });
   expect_error("boxes of a tensor on one rank", [] {

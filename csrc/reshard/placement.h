@@ -110,7 +110,7 @@ class LocalPart {
 
 // Throws areal::Error naming the tensor and the placement that does not fit the shape or the mesh: a missing dimension,
 // chunks that leave elements to nobody, Flat or Ragged beside a shard, ragged boxes outside the tensor or overlapping;
-// or a shape of negative sizes, or of 2^63 elements and more.
+// or a shape of negative sizes, or of more than 2^62 elements.
 void check_placements(std::string_view tensor, std::span<const int64_t> shape, const Mesh& mesh,
                       std::span<const Placement> placements);
 

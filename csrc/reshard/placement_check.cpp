@@ -9,6 +9,8 @@ namespace areal::reshard {
 namespace {
 
 constexpr size_t kMaxRaggedBoxes = 1024;  // of one tensor on one rank: they are compared in pairs
+// Of a dimension, of a tensor, of a flat buffer: far below 2^63, so that rounding up to whole parts stays within int64.
+constexpr int64_t kMaxElements = int64_t{1} << 62;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -25,8 +27,9 @@ class Checker {
     elements_ = std::find(shape_.begin(), shape_.end(), 0) == shape_.end() ? 1 : 0;
     for (const int64_t size : shape_) {
       AREAL_CHECK(size >= 0, tensor(), "expected sizes >= 0, got shape ", shape_text(shape_));
-      AREAL_CHECK(elements_ == 0 || !__builtin_mul_overflow(elements_, size, &elements_), tensor(),
-                  "expected fewer than 2^63 elements, got shape ", shape_text(shape_));
+      const bool fits = elements_ == 0 || !__builtin_mul_overflow(elements_, size, &elements_);
+      AREAL_CHECK(fits && elements_ <= kMaxElements && size <= kMaxElements, tensor(),
+                  "expected sizes and elements up to 2^62, got shape ", shape_text(shape_));
     }
     AREAL_CHECK(placements_.size() == mesh_.shape().size(), tensor(), "expected ", mesh_.shape().size(),
                 " placements, one for each dimension of its mesh, got ", placements_.size());
@@ -84,8 +87,8 @@ class Checker {
   }
   void check(const Flat& by) {
     int64_t end = 0;
-    AREAL_CHECK(by.offset >= 0 && !__builtin_add_overflow(elements_, by.offset, &end), tensor(), "expected Flat over ",
-                along(), " with an offset >= 0 below 2^63, got ", by.offset);
+    AREAL_CHECK(by.offset >= 0 && !__builtin_add_overflow(elements_, by.offset, &end) && end <= kMaxElements, tensor(),
+                "expected Flat over ", along(), " with an offset >= 0 and an end up to 2^62, got ", by.offset);
     check_chunk("Flat", by.chunk, end);
   }
   void check(const Ragged& by) {

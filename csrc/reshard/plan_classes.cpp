@@ -13,6 +13,8 @@
 namespace areal::reshard {
 namespace {
 
+constexpr double kMaxRates = 9e18;
+
 // Mixes words into a hash. Only equality decides what belongs together: a field that is forgotten here costs time.
 class Hash {
  public:
@@ -173,6 +175,11 @@ RankTable::RankTable(const Layout& source, const Layout& target, const Topology&
     if (found == ranks_.end() || *found != link.rank) continue;  // a topology may know more ranks than take part
     nic_rates_[size_t(found - ranks_.begin())] = std::llround(link.bytes_per_s);
   }
+  // The flow multiplies sums of rates by sums of bytes, both within int64.
+  double all_rates = double(node_rate_) * double(ranks_.size());
+  for (const int64_t rate : nic_rates_) all_rates += double(rate);
+  AREAL_CHECK(all_rates <= kMaxRates, "plan: expected links of at most ", kMaxRates, " bytes/s in all, got ",
+              all_rates);
 }
 
 int32_t RankTable::position_of(int32_t rank) const {

@@ -10,7 +10,7 @@
 namespace areal::reshard {
 namespace {
 
-constexpr double kMaxBytes = 1e16;  // of one class; sums over classes and ranks stay within int64
+constexpr double kMaxBytes = 4e18;  // needed by all ranks together: every sum of bytes stays within int64
 
 // What one set of holders owes each member of a group, by the size of the group.
 struct Owed {
@@ -19,30 +19,27 @@ struct Owed {
   int64_t total = 0;                        // what each needer needs
   std::vector<std::vector<int64_t>> bytes;  // [members][member]: its stripes; empty where no group has this size
 
-  void add(const Problem& problem, int32_t tensor_class, const GroupPair& pair) {
+  // all_bytes: what all ranks need, so far.
+  void add(const Problem& problem, int32_t tensor_class, const GroupPair& pair, double* all_bytes) {
     const TensorClass& of = problem.tensor_class(tensor_class);
-    for (size_t members = 1; members < bytes.size(); ++members) {
-      for (size_t member = 0; member < bytes[members].size(); ++member) {
-        int64_t sum = 0;
-        for (int32_t i = pair.first; i < pair.first + pair.count; ++i) {
-          const int32_t intersection = of.refinement->by_pair[size_t(i)];
-          sum += unit_of(problem, tensor_class, intersection, int32_t(member), int32_t(members)).bytes;
-        }
-        bytes[members][member] += checked(sum, of.tensors.size());
-      }
-    }
+    const auto tensors = int64_t(of.tensors.size());
     int64_t sum = 0;
     for (int32_t i = pair.first; i < pair.first + pair.count; ++i) {
       sum += of.refinement->intersections[size_t(of.refinement->by_pair[size_t(i)])].elements * of.item_bytes;
     }
-    total += checked(sum, of.tensors.size());
-  }
-
- private:
-  static int64_t checked(int64_t bytes, size_t tensors) {
-    AREAL_CHECK(double(bytes) * double(tensors) <= kMaxBytes, "plan: expected at most ", kMaxBytes, " bytes, got ",
-                double(bytes) * double(tensors));
-    return bytes * int64_t(tensors);
+    *all_bytes += double(sum) * double(tensors) * double(problem.rank_set(needers).size());
+    AREAL_CHECK(*all_bytes <= kMaxBytes, "plan: expected at most ", kMaxBytes, " bytes for all ranks, got more");
+    total += sum * tensors;
+    for (size_t members = 1; members < bytes.size(); ++members) {
+      for (size_t member = 0; member < bytes[members].size(); ++member) {
+        sum = 0;
+        for (int32_t i = pair.first; i < pair.first + pair.count; ++i) {
+          const int32_t intersection = of.refinement->by_pair[size_t(i)];
+          sum += unit_of(problem, tensor_class, intersection, int32_t(member), int32_t(members)).bytes;
+        }
+        bytes[members][member] += sum * tensors;
+      }
+    }
   }
 };
 
@@ -51,6 +48,7 @@ std::vector<Owed> sum_owed(const Problem& problem) {
   std::vector<Owed> result;
   std::unordered_map<int64_t, size_t> found;
   NeederGroups groups;
+  double all_bytes = 0;
   for (size_t c = 0; c < problem.classes.classes.size(); ++c) {
     const TensorClass& of = problem.classes.classes[c];
     for (const GroupPair& pair : of.refinement->pairs) {
@@ -66,7 +64,7 @@ std::vector<Owed> sum_owed(const Problem& problem) {
           bytes[members].resize(members);
         }
       }
-      result[entry->second].add(problem, int32_t(c), pair);
+      result[entry->second].add(problem, int32_t(c), pair, &all_bytes);
     }
   }
   std::sort(result.begin(), result.end(), [](const Owed& a, const Owed& b) {

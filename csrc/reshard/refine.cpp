@@ -1,6 +1,7 @@
 #include "reshard/refine.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -82,11 +83,12 @@ void subtract(Box box, const Box& hole, std::vector<Box>* rest) {
 class FlatRange {
  public:
   FlatRange(const TensorLayout& tensor, const Mesh& mesh) : mesh_(mesh) {
-    int64_t elements = 1;
-    for (const int64_t size : tensor.spec.shape) elements *= size;
+    const std::vector<int64_t>& shape = tensor.spec.shape;
+    if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return;
+    const int64_t elements = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
     for (size_t d = 0; d < tensor.placements.size(); ++d) {
       const auto* flat = std::get_if<Flat>(&tensor.placements[d]);
-      if (flat == nullptr || elements == 0) continue;
+      if (flat == nullptr) continue;
       const int64_t parts = mesh.shape()[d];
       const int64_t chunk = flat->chunk > 0 ? flat->chunk : (flat->offset + elements + parts - 1) / parts;
       dim_ = int(d);

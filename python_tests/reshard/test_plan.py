@@ -196,6 +196,15 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert len(set(rows)) == len(rows)
 
 
+def test_sums_that_leave_64_bits_are_refused() -> None:
+    shape = (2**51,)
+    with pytest.raises(ValueError, match="at most 4e"):
+        plan(one(shape, range(4), Shard(0)), one(shape, range(4, 2004), Replicate()))
+    many = one((50_000,), range(50_000), Shard(0))
+    with pytest.raises(ValueError, match="links of at most 9e"):
+        plan(many, many, Topology(nic_bytes_per_s=1e14, intra_node_bytes_per_s=1e14))
+
+
 def test_a_replica_takes_its_share() -> None:
     """One tensor dominates: it is divided among the replicas."""
     source = Layout({"big": tensor((1000, 64), range(4), Replicate()), "small": tensor((3,), range(4), Replicate())})
