@@ -319,28 +319,10 @@ class Flat:
 class Ragged:
     def __init__(self, boxes: Sequence[Sequence[_Box]]) -> None: ...
 
-class Storage:
-    def __init__(
-        self,
-        buffer: str,
-        buffer_shape: Sequence[int] | None,
-        offset: int,
-        strides: Sequence[int],
-        group_rows: int,
-        group_stride: int,
-    ) -> None: ...
-
-class TensorLayout:
-    def __init__(
-        self,
-        name: str,
-        dtype: str,
-        item_bytes: int,
-        shape: Sequence[int],
-        mesh: int,
-        placements: Sequence[Replicate | Shard | StridedShard | Flat | Ragged],
-        storage: Storage,
-    ) -> None: ...
+_Placement = Replicate | Shard | StridedShard | Flat | Ragged
+# name, dtype, item_bytes, shape, position among the meshes and among the placements; then the fields of a Storage:
+# buffer, buffer_shape, offset, strides, group_rows, group_stride
+_TensorRow = tuple[str, str, int, Sequence[int], int, int, str, Sequence[int] | None, int, Sequence[int], int, int]
 
 class RankStorage:
     # (name, dtype, bytes of an element, shape)
@@ -353,7 +335,9 @@ class RankStorage:
     def fully_covered(self) -> list[bool]: ...
 
 class Layout:
-    def __init__(self, meshes: Sequence[Mesh], tensors: Sequence[TensorLayout]) -> None: ...
+    def __init__(
+        self, meshes: Sequence[Mesh], placements: Sequence[Sequence[_Placement]], rows: Sequence[_TensorRow]
+    ) -> None: ...
     @property
     def digest(self) -> int: ...
     @property

@@ -58,7 +58,8 @@ def plan_command(args: argparse.Namespace) -> int:
         print(f"source, {args.src}:\n{source}\n\ntarget, {args.dst}:\n{target}")
         return 0
     layouts, laid_out = (source.layout, target.layout), time.perf_counter()
-    made = plan(*layouts, _topology(args), chunk_bytes=args.chunk_mib << 20, multicast=args.multicast)
+    topology = _topology(args, {*source.layout.ranks, *target.layout.ranks})
+    made = plan(*layouts, topology, chunk_bytes=args.chunk_mib << 20, multicast=args.multicast)
     spent = _Planning(made, laid_out - started, time.perf_counter() - laid_out, _peak_bytes() - before)
     facts = _describe(args, source, target, spent)
     if args.json:
@@ -80,13 +81,17 @@ def _name_maps(args: argparse.Namespace) -> tuple[NameMap, NameMap]:
     return source, Parallel.parse(args.dst).name_map(model, first_rank=first, **options)
 
 
-def _topology(args: argparse.Namespace) -> Topology:
-    """Nodes and links as the options say."""
-    links = {}
+def _topology(args: argparse.Namespace, ranks: set[int]) -> Topology:
+    """Nodes and links as the options say, of the ranks of both sides."""
+    links: dict[int, float] = {}
     for text in args.link or ():
         rank, _, rate = text.partition("=")
         if not rank.isdecimal() or not rate:
             raise ValueError(f"plan: expected --link RANK=RATE, got {text!r}")
+        if int(rank) in links:
+            raise ValueError(f"plan: expected one --link a rank, got two of rank {int(rank)}")
+        if int(rank) not in ranks:
+            raise ValueError(f"plan: expected --link of a rank that takes part, 0 to {max(ranks)}, got {text!r}")
         links[int(rank)] = 0.0 if rate == "0" else parse_rate(rate)
     return Topology(
         ranks_per_node=args.ranks_per_node,

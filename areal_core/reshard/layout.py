@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from areal_core import _C
@@ -55,13 +56,6 @@ class Storage:
         for name in ("buffer_shape", "strides"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_ints("Storage", name, getattr(self, name)))
-
-    @property
-    def native(self) -> _C.Storage:
-        """The C++ twin."""
-        return _C.Storage(
-            self.buffer, self.buffer_shape, self.offset, self.strides or (), self.group_rows, self.group_stride
-        )
 
 
 _OWN_BUFFER = Storage()
@@ -109,21 +103,10 @@ class Layout:
     """
 
     def __init__(self, tensors: Mapping[str, TensorLayout]) -> None:
+        for name in tensors:
+            _check_text("Layout", "names", name)
         self._tensors = MappingProxyType({name: tensors[name] for name in sorted(tensors)})
-        meshes: dict[int, tuple[int, Mesh]] = {}
-        rows = []
-        for name, tensor in self._tensors.items():
-            dtype = dtype_name(tensor.spec.dtype)
-            dtype_of("Layout", name, dtype)
-            shape = check_ints(f"Layout: tensor '{name}'", "shape", tensor.spec.shape)
-            number, _ = meshes.setdefault(id(tensor.mesh), (len(meshes), tensor.mesh))
-            placements = [placement.native for placement in tensor.placements]
-            rows.append(
-                _C.TensorLayout(
-                    name, dtype, tensor.spec.dtype.itemsize, shape, number, placements, tensor.storage.native
-                )
-            )
-        self.native = _C.Layout([mesh.native for _, mesh in meshes.values()], rows)
+        self.native = _native(self._tensors)
         self._ranks = tuple(self.native.ranks)
 
     @property
@@ -201,6 +184,47 @@ class Layout:
 
     def __reduce__(self) -> tuple[type[Layout], tuple[dict[str, TensorLayout]]]:
         return Layout, (dict(self._tensors),)
+
+
+def _check_text(call: str, what: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{call}: expected {what} of type str, got {type(text).__name__}")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{call}: expected {what} without surrogates, got {text!r}")
+
+
+def _native(tensors: Mapping[str, TensorLayout]) -> _C.Layout:
+    """The C++ twin. What many tensors share, as they do in models, is looked at once."""
+    dtypes: dict[torch.dtype, str] = {}
+    meshes: dict[int, tuple[int, Mesh]] = {}
+    placements: dict[int, tuple[int, list[_C._Placement]]] = {}
+    rows = []
+    for name, tensor in tensors.items():
+        spec, storage = tensor.spec, tensor.storage
+        dtype = dtypes.get(spec.dtype)
+        if dtype is None:
+            dtype = dtypes[spec.dtype] = dtype_name(spec.dtype)
+            dtype_of("Layout", name, dtype)
+        mesh, _ = meshes.setdefault(id(tensor.mesh), (len(meshes), tensor.mesh))
+        placed = placements.get(id(tensor.placements))
+        if placed is None:
+            placed = placements[id(tensor.placements)] = (len(placements), _native_placements(name, tensor.placements))
+        _check_text(f"Layout: tensor '{name}'", "a buffer", storage.buffer)
+        rows.append(
+            (
+                *(name, dtype, spec.dtype.itemsize, check_ints(f"Layout: tensor '{name}'", "shape", spec.shape)),
+                *(mesh, placed[0], storage.buffer, storage.buffer_shape, storage.offset, storage.strides or ()),
+                *(storage.group_rows, storage.group_stride),
+            )
+        )
+    return _C.Layout([m.native for _, m in meshes.values()], [natives for _, natives in placements.values()], rows)
+
+
+def _native_placements(name: str, placements: tuple[Placement, ...]) -> list[_C._Placement]:
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"Layout: tensor '{name}': expected placements of areal_core.reshard, got {placement!r}")
+    return [placement.native for placement in placements]
 
 
 def _buffers(storage: _C.RankStorage) -> dict[str, Spec]:

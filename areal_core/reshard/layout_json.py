@@ -75,8 +75,9 @@ def layout_from_json(text: str | bytes, max_bytes: int) -> Layout:
         raise ValueError(f"Layout.from_json: expected format {FORMAT}, version {VERSION}, got another")
     meshes = [_mesh(item, f"meshes[{i}]") for i, item in enumerate(_list(found["meshes"], "meshes"))]
     tensors: dict[str, TensorLayout] = {}
+    placed: dict[str, tuple[Placement, ...]] = {}
     for i, item in enumerate(_list(found["tensors"], "tensors")):
-        name, tensor = _tensor(item, meshes, f"tensors[{i}]")
+        name, tensor = _tensor(item, meshes, placed, f"tensors[{i}]")
         if name in tensors:
             raise ValueError(f"Layout.from_json: expected unique names, got '{name}' twice")
         tensors[name] = tensor
@@ -165,11 +166,19 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
 }
 
 
+# Of a placement or storage, the fields without a default and those with one.
+_FIELD_NAMES: Mapping[type[Any], tuple[set[str], set[str]]] = {
+    kind: (
+        {f.name for f in fields(kind) if f.default is MISSING},
+        {f.name for f in fields(kind) if f.default is not MISSING},
+    )
+    for kind in (*_KINDS.values(), Storage)
+}
+
+
 def _fields(kind: type[Any], value: object, where: str) -> Any:
     """A placement or storage of the fields of an object. Fields without a default are required, no others known."""
-    names = {f.name for f in fields(kind)}
-    required = {f.name for f in fields(kind) if f.default is MISSING}
-    found = _keys(value, where, required, names - required)
+    found = _keys(value, where, *_FIELD_NAMES[kind])
     return kind(**{name: _FIELDS[name](item, f"{where}.{name}") for name, item in found.items()})
 
 
@@ -188,7 +197,14 @@ def _placement(value: object, where: str) -> Placement:
     return made
 
 
-def _tensor(value: object, meshes: list[Mesh], where: str) -> tuple[str, TensorLayout]:
+def _placements(value: object, where: str) -> tuple[Placement, ...]:
+    return tuple(_placement(item, where) for item in _list(value, where))
+
+
+def _tensor(
+    value: object, meshes: list[Mesh], placed: dict[str, tuple[Placement, ...]], where: str
+) -> tuple[str, TensorLayout]:
+    """placed: placements by their text, read already: most tensors have those of another."""
     found = _keys(value, where, {"name", "dtype", "shape", "mesh", "placements"}, {"storage"})
     name = _str(found["name"], f"{where}.name")
     spec = Spec(
@@ -198,6 +214,8 @@ def _tensor(value: object, meshes: list[Mesh], where: str) -> tuple[str, TensorL
     mesh = _int(found["mesh"], f"{where}.mesh")
     if not 0 <= mesh < len(meshes):
         raise _fail(f"{where}.mesh", f"one of {len(meshes)} meshes", mesh)
-    placements = tuple(_placement(p, f"{where}.placements") for p in _list(found["placements"], f"{where}.placements"))
+    key = repr(found["placements"])
+    if key not in placed:
+        placed[key] = _placements(found["placements"], f"{where}.placements")
     storage = _fields(Storage, found.get("storage", {}), f"{where}.storage")
-    return name, TensorLayout(spec, meshes[mesh], placements, storage)
+    return name, TensorLayout(spec, meshes[mesh], placed[key], storage)

@@ -82,13 +82,18 @@ class ModelSizes:
     def from_config(cls, config: Mapping[str, Any]) -> ModelSizes:
         """Read a Hugging Face configuration (config.json as a mapping).
 
+        The dtype is that of `dtype` or `torch_dtype`; a `quantization_config` is not looked at.
+
         Raises:
             ValueError: a family that is not known, a size that is missing or no positive integer, or a setting that
-                gives tensors which are not described here (sparse layers in alternation with dense ones).
+                gives tensors which are not described here (sparse layers in alternation with dense ones, biases of
+                the MLP).
         """
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ValueError(f"model: expected model_type of {', '.join(FAMILIES)}, got {family!r}")
+        if config.get("mlp_bias"):
+            raise ValueError(f"model: expected mlp_bias = false, got {config['mlp_bias']!r}")
         heads = _size(config, "num_attention_heads")
         hidden = _size(config, "hidden_size")
         sizes: dict[str, Any] = {
@@ -127,22 +132,22 @@ def _deepseek_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim"),
         "experts": _size(config, "n_routed_experts", config.get("num_local_experts")),
         "moe_intermediate": _size(config, "moe_intermediate_size"),
-        "first_sparse": int(config.get("first_k_dense_replace", 0)),
-        "shared_experts": int(config.get("n_shared_experts") or 0),
-        "q_lora_rank": int(config.get("q_lora_rank") or 0),
+        "first_sparse": _size(config, "first_k_dense_replace", 0, least=0),
+        "shared_experts": _size(config, "n_shared_experts", 0, least=0),
+        "q_lora_rank": _size(config, "q_lora_rank", 0, least=0),
         "kv_lora_rank": _size(config, "kv_lora_rank"),
         "qk_nope_head_dim": _size(config, "qk_nope_head_dim"),
         "qk_rope_head_dim": _size(config, "qk_rope_head_dim"),
         "v_head_dim": _size(config, "v_head_dim"),
-        "mtp_layers": int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
+        "mtp_layers": _size(config, "num_nextn_predict_layers", config.get("num_mtp_layers") or 0, least=0),
     }
 
 
-def _size(config: Mapping[str, Any], key: str, default: Any = None) -> int:
+def _size(config: Mapping[str, Any], key: str, default: Any = None, *, least: int = 1) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"model: expected {key} to be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"model: expected {key} to be an integer >= {least}, got {value!r}")
     return value
 
 
@@ -161,11 +166,7 @@ def load_model(model: ModelSizes | Mapping[str, Any] | str | Path) -> ModelSizes
     if isinstance(model, Mapping):
         return ModelSizes.from_config(model)
     path = Path(model)
-    if (
-        (str(model) and path.is_dir())
-        or path.suffix == ".json"
-        or (path.is_absolute() and not _public_name(str(model)))
-    ):
+    if (str(model) and path.is_dir()) or path.suffix == ".json" or path.is_absolute():
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(f"model: expected a config.json, got {path}, which is not there")
@@ -194,7 +195,7 @@ def _read_config(path: Path) -> ModelSizes:
 
 def _bare_name(name: str) -> str:
     name = name.rsplit("/", 1)[-1].lower().replace("meta-", "")
-    for ending in ("-2507", "-instruct", "-thinking", "-base", "-chat", "-fp8", "-hf"):
+    for ending in ("-2507", "-instruct", "-thinking", "-base", "-chat", "-hf"):
         name = name.removesuffix(ending)
     return name.replace("llama-3.1-", "llama-3-").replace("qwen2-", "qwen2.5-").replace("-0324", "")
 

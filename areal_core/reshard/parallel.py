@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from areal_core.reshard.models import ModelSizes
+from areal_core.reshard.names.arrangement import MAX_RANKS
 from areal_core.reshard.names.lora import LoRA
 from areal_core.reshard.names.name_map import FRAMEWORKS, Framework, NameMap, framework_of
 
@@ -22,7 +23,6 @@ __all__ = ["Parallel", "spec_help"]
 
 _MAX_CHARACTERS = 200
 _ITEM = re.compile(r"([a-z][a-z-]*?)[=]?(\d+)")
-_MAX_SIZE = 1 << 20
 # What people write for sizes that a framework calls otherwise.
 _HINTS = {
     ("sglang", "dp"): "adp<n> for data-parallel attention, replicas<n> for engines",
@@ -101,8 +101,8 @@ def _item(framework: Framework, item: str) -> tuple[str, int | bool]:
     if found is None or (name not in framework.sizes and not is_vllm_ep):
         raise ValueError(_unknown(framework, item, name))
     value = int(found[2])
-    if not 1 <= value <= _MAX_SIZE:
-        raise ValueError(f"{framework.name}: expected {name} in [1, {_MAX_SIZE}], got {item}")
+    if not 1 <= value <= MAX_RANKS:
+        raise ValueError(f"{framework.name}: expected {name} in [1, {MAX_RANKS}], got {item}")
     return name, value
 
 

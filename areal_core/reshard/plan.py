@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from areal_core import _C
 from areal_core.reshard.layout import Layout
-from areal_core.reshard.placements import Box
+from areal_core.reshard.placements import Box, check_int
 from areal_core.reshard.topology import Topology
 
 DEFAULT_CHUNK_BYTES = 8 << 20
@@ -194,7 +194,10 @@ def plan(
     Raises: ValueError naming the tensor that the source lacks, that differs in dtype or shape, or of which some box has
     no reachable holder; the target rank that needs bytes and cannot be reached.
     """
-    key = _Key(source.digest, target.digest, topology, int(chunk_bytes), bool(multicast), source, target)
+    check_int("plan", "chunk_bytes", chunk_bytes)
+    if not isinstance(multicast, bool):
+        raise TypeError(f"plan: expected multicast of type bool, got {type(multicast).__name__}")
+    key = _Key(source.digest, target.digest, topology, chunk_bytes, multicast, source, target)
     return _cached_plan(key)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from areal_core import _C
+from areal_core.reshard.placements import check_int
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKMGT]?)(i?)(B|b|bit)/s")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -35,7 +36,8 @@ class Topology:
     links: rank -> bytes/s of its NIC, where that differs: a slow one, or 0 for a rank that cannot be reached (a dead
         replica): nothing is sent from it or to it.
 
-    Raises: ValueError for rates outside [1, 1e14] (a link's may be 0) and nodes without ranks.
+    Raises: ValueError for rates outside [1, 1e14] (a link's may be 0), nodes without ranks, ranks from
+    2^31 on.
     """
 
     ranks_per_node: int = 8
@@ -45,7 +47,11 @@ class Topology:
     native: _C.Topology = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        links = {rank: float(self.links[rank]) for rank in sorted(self.links)}
+        if check_int("Topology", "ranks_per_node", self.ranks_per_node) >= 2**31:
+            raise ValueError(f"Topology: expected ranks_per_node below 2^31, got {self.ranks_per_node}")
+        links = {check_int("Topology", "links' ranks", rank): float(self.links[rank]) for rank in sorted(self.links)}
+        if links and max(links) >= 2**31:
+            raise ValueError(f"Topology: expected links of ranks below 2^31, got {max(links)}")
         object.__setattr__(self, "links", MappingProxyType(links))
         rates = float(self.nic_bytes_per_s), float(self.intra_node_bytes_per_s)
         object.__setattr__(self, "native", _C.Topology(self.ranks_per_node, *rates, list(links.items())))

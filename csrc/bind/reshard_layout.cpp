@@ -48,13 +48,24 @@ Ragged make_ragged(const std::vector<std::vector<BoxTuple>>& boxes) {
   return ragged;
 }
 
-TensorLayout make_tensor(std::string name, std::string dtype, int64_t item_bytes, Sizes shape, int32_t mesh,
-                         std::vector<Placement> placements, const Storage& storage) {
-  return {{std::move(name), std::move(dtype), item_bytes, std::move(shape)}, mesh, std::move(placements), storage};
-}
+// A tensor as a row of values, which cost Python less than objects: name, dtype, item_bytes, shape, position among the
+// meshes, position among the placements, and the fields of its Storage.
+using TensorRow = std::tuple<std::string, std::string, int64_t, Sizes, int32_t, size_t, std::string,
+                             std::optional<Sizes>, int64_t, Sizes, int64_t, int64_t>;
 
-std::shared_ptr<Layout> make_layout(std::vector<Mesh> meshes, std::vector<TensorLayout> tensors) {
+std::shared_ptr<Layout> make_layout(std::vector<Mesh> meshes, const std::vector<std::vector<Placement>>& placements,
+                                    std::vector<TensorRow> rows) {
   const py::gil_scoped_release unlocked;
+  std::vector<TensorLayout> tensors;
+  tensors.reserve(rows.size());
+  for (auto& [name, dtype, item_bytes, shape, mesh, placed, buffer, buffer_shape, offset, strides, group_rows,
+              group_stride] : rows) {
+    tensors.push_back(
+        {{std::move(name), std::move(dtype), item_bytes, std::move(shape)},
+         mesh,
+         placements.at(placed),
+         {std::move(buffer), std::move(buffer_shape), offset, std::move(strides), group_rows, group_stride}});
+  }
   return std::make_shared<Layout>(std::move(meshes), std::move(tensors));
 }
 
@@ -99,21 +110,13 @@ void register_reshard_layout(py::module_& m) {
   py::class_<Flat>(m, "Flat").def(py::init<int64_t, int64_t>(), py::arg("chunk"), py::arg("offset"));
   py::class_<Ragged>(m, "Ragged").def(py::init(&make_ragged), py::arg("boxes"));
 
-  py::class_<Storage>(m, "Storage")
-      .def(py::init<std::string, std::optional<Sizes>, int64_t, Sizes, int64_t, int64_t>(), py::arg("buffer"),
-           py::arg("buffer_shape"), py::arg("offset"), py::arg("strides"), py::arg("group_rows"),
-           py::arg("group_stride"));
-  py::class_<TensorLayout>(m, "TensorLayout")
-      .def(py::init(&make_tensor), py::arg("name"), py::arg("dtype"), py::arg("item_bytes"), py::arg("shape"),
-           py::arg("mesh"), py::arg("placements"), py::arg("storage"));
-
   py::class_<RankStorage>(m, "RankStorage")
       .def_property_readonly("buffers", &buffers_of)
       .def_property_readonly("regions", &regions_of)
       .def_readonly("fully_covered", &RankStorage::fully_covered);
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
-      .def(py::init(&make_layout), py::arg("meshes"), py::arg("tensors"))
+      .def(py::init(&make_layout), py::arg("meshes"), py::arg("placements"), py::arg("rows"))
       .def_property_readonly("digest", &Layout::digest)
       .def_property_readonly("ranks", &Layout::ranks)
       .def("boxes", &boxes_of, py::arg("name"), py::arg("rank"))

@@ -200,7 +200,7 @@ def test_public_names(name: str, known: str) -> None:
     assert load_model(name) is PUBLIC_MODELS[known]
 
 
-@pytest.mark.parametrize("name", ["qwen9", "qwen3", "", "qwen2.5-0.5"])
+@pytest.mark.parametrize("name", ["qwen9", "qwen3", "", "qwen2.5-0.5", "Qwen/Qwen3-8B-FP8"])
 def test_an_unknown_name_lists_those_near_it(name: str) -> None:
     with pytest.raises(ValueError, match=r"expected a directory, a config.json or a public name, got .*qwen"):
         load_model(name)
@@ -215,14 +215,17 @@ def config_without(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (config_without("hidden_size"), "hidden_size to be a positive integer, got None"),
+        (config_without("hidden_size"), "hidden_size to be an integer >= 1, got None"),
         (config_without("model_type"), "expected model_type of llama"),
-        (config_without("num_experts"), "num_experts to be a positive integer"),
-        (config_without("vocab_size") | {"vocab_size": True}, "vocab_size to be a positive integer, got True"),
+        (config_without("num_experts"), "num_experts to be an integer >= 1"),
+        (config_without("vocab_size") | {"vocab_size": True}, "vocab_size to be an integer >= 1, got True"),
         (config_without("vocab_size") | {"vocab_size": -5}, "got -5"),
         (config_without("num_key_value_heads") | {"num_key_value_heads": 5}, "kv_heads to divide 32 heads, got 5"),
         (config_without("vocab_size") | {"vocab_size": 9, "decoder_sparse_step": 2}, "decoder_sparse_step = 1"),
         (hugging_face_config(PUBLIC_MODELS["deepseek-v3"]) | {"moe_layer_freq": 2}, "moe_layer_freq = 1, got 2"),
+        (hugging_face_config(PUBLIC_MODELS["llama-3-8b"]) | {"mlp_bias": True}, "mlp_bias = false, got True"),
+        (hugging_face_config(PUBLIC_MODELS["deepseek-v3"]) | {"n_shared_experts": 1.5}, "n_shared_experts .* got 1.5"),
+        (hugging_face_config(PUBLIC_MODELS["deepseek-v3"]) | {"first_k_dense_replace": -1}, "integer >= 0, got -1"),
     ],
 )
 def test_a_configuration_that_cannot_be_read(config: dict[str, Any], text: str) -> None:
@@ -233,6 +236,8 @@ def test_a_configuration_that_cannot_be_read(config: dict[str, Any], text: str) 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="which is not there"):
         load_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="which is not there"):
+        load_model(tmp_path / "qwen3-8b")  # no directory, and no public name either
     path = tmp_path / "config.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="expected JSON"):

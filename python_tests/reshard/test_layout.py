@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts
@@ -134,6 +135,33 @@ def test_overlapping_tensors_and_unlike_buffers_are_refused() -> None:
         two(Storage("b", (5,), 2)).padded_buffers(0)
     with pytest.raises(ValueError, match="tensor 'z' on rank 0: expected buffer 'b' of dtype int64"):
         two(Storage("b", (4,), 2), torch.float64).buffers(0)
+
+
+def test_what_is_of_another_type_is_refused() -> None:
+    spec, mesh = Spec(torch.float32, (4,)), Mesh((0,), (1,), ("tp",))
+    for tensors, error, message in (
+        (
+            {"w": TensorLayout(spec, mesh, (torch.distributed.tensor.Shard(0),))},
+            TypeError,
+            "'w': expected placements of",
+        ),
+        ({3: TensorLayout(spec, mesh, (Shard(0),))}, TypeError, "names of type str, got int"),
+        ({"\ud800": TensorLayout(spec, mesh, (Shard(0),))}, ValueError, "names without surrogates"),
+        ({"w": TensorLayout(spec, mesh, (Shard(0),), Storage(7))}, TypeError, "'w': expected a buffer of type str"),
+        ({"w": TensorLayout(Spec(torch.float32, (4.0,)), mesh, (Shard(0),))}, TypeError, "'w': expected shape of type"),
+        (
+            {"w": TensorLayout(Spec(torch.float32, (True,)), mesh, (Shard(0),))},
+            TypeError,
+            "'w': expected shape of type",
+        ),
+        (
+            {"w": TensorLayout(Spec(torch.float32, (2**63,)), mesh, (Shard(0),))},
+            ValueError,
+            "'w': expected shape of 64",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            Layout(tensors)  # type: ignore[arg-type]
 
 
 def test_what_is_no_tensor_of_plain_bytes_is_refused() -> None:

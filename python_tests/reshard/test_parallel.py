@@ -42,7 +42,7 @@ def test_spec_strings(text: str, framework: str, sizes: dict[str, Any]) -> None:
         ("megatron:tp4x", "got 'tp4x'"),
         ("megatron:tq4", "got 'tq4'; did you mean tp?"),
         ("megatron:4", "got '4'"),
-        ("megatron:tp0", r"expected tp in \[1, 1048576\], got tp0"),
+        ("megatron:tp0", r"expected tp in \[1, 65536\], got tp0"),
         ("megatron:tp99999999999999", "expected tp in"),
         ("megatron:tp-2", "got 'tp-2'"),
         ("megatron:tp2,tp4", "expected tp once"),

@@ -60,6 +60,12 @@ def test_a_second_key_does_not_get_the_first_keys_plan(other: object) -> None:
     assert (fresh.digest, fresh.stats) == (second.digest, second.stats)
 
 
+@pytest.mark.parametrize("options", [{"chunk_bytes": 8e6}, {"chunk_bytes": "64"}, {"multicast": "no"}])
+def test_options_of_another_type_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=r"plan: expected (chunk_bytes|multicast) of type (int|bool), got"):
+        plan(layout(), layout(first_rank=4), **options)  # type: ignore[arg-type]
+
+
 def test_new_pipeline_stages_make_a_new_plan() -> None:
     target = Layout(
         {name: dataclasses.replace(t, mesh=Mesh([9], (1,), ("tp",))) for name, t in staged(1).tensors.items()}
@@ -101,6 +107,10 @@ def test_other_rates_are_refused(text: str) -> None:
         ({"intra_node_bytes_per_s": 1e15}, "intra_node_bytes_per_s in"),
         ({"links": {0: -1.0}}, "bytes_per_s of a link in"),
         ({"links": {-1: 1e9}}, "links of ranks >= 0, got rank -1"),
+        ({"links": {0: 1e-9}}, "bytes_per_s of a link in"),
+        ({"links": {0: float("inf")}}, "bytes_per_s of a link in"),
+        ({"links": {2**31: 1e9}}, "links of ranks below"),
+        ({"ranks_per_node": 2**31}, "ranks_per_node below"),
     ],
 )
 def test_topologies_are_checked(options: dict[str, object], text: str) -> None:

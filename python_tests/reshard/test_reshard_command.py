@@ -130,9 +130,17 @@ def test_name_maps_and_lists(model: str, capsys: pytest.CaptureFixture[str]) -> 
         ({"--dtype": "bf8"}, "plan: expected --dtype of bf16, fp16, fp32, fp8"),
         ({"--dtype": "int8"}, "expected a floating-point dtype, got torch.int8"),
         ({"--link": "x=1GB/s"}, "plan: expected --link RANK=RATE, got 'x=1GB/s'"),
+        ({"--link": "4=1GB/s"}, "--link of a rank that takes part, 0 to 3, got '4=1GB/s'"),
         ({"--lora-rank": "0"}, "lora: expected rank >= 1, got 0"),
         ({"--chunk-mib": "0"}, "chunk"),
+        ({"--chunk-mib": "99999999999999"}, "chunk_bytes of 64 bits"),
         ({"--ranks-per-node": "0"}, "ranks"),
+        ({"--ranks-per-node": "99999999999"}, "ranks_per_node below 2^31"),
+        ({"--src": "fsdp:dp65536,replicas2"}, "fsdp: expected at most 65536 ranks, got 131072"),
+        ({"--dst": "vllm:dp300,replicas300"}, "vllm: expected at most 65536 ranks, got 90000"),
+        ({"--dst": "sglang:pp9999,replicas99"}, "sglang: expected at most"),
+        ({"--dst": "megatron:cp9999,dp99"}, "megatron: expected at most 65536 ranks, got 989901"),
+        ({"--model": "/nowhere/qwen3-8b"}, "model: expected a config.json, got /nowhere/qwen3-8b, which is not there"),
         ({"--model": None, "--src": None}, "plan: expected --model, --src and --dst, got no --model and no --src"),
     ],
 )
@@ -146,6 +154,12 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.startswith("areal-core reshard: ")
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_a_link_is_given_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    links = ["--link", "1=0", "--link", "01=1GB/s"]
+    assert main(["reshard", "plan", "--model", model, "--src", "fsdp:2", "--dst", "vllm:tp2", *links]) == 2
+    assert "expected one --link a rank, got two of rank 1" in capsys.readouterr().err
 
 
 def test_a_hugging_face_directory_is_a_model(model: str) -> None:

@@ -13,6 +13,7 @@ from areal_core.reshard.models import ModelSizes
 from areal_core.reshard.names.table import NameTable
 
 __all__ = [
+    "MAX_RANKS",
     "Arrangement",
     "Place",
     "RankGrid",
@@ -20,12 +21,14 @@ __all__ = [
     "divisors",
     "even_slots",
     "layer_places",
+    "number_ranks",
     "pad",
     "require_divisor",
     "sized",
 ]
 
 RankGrid = NDArray[np.int32]
+MAX_RANKS = 1 << 16  # planning for more takes minutes
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,20 @@ class Arrangement:
     tail: Place
     padded_vocabulary: int
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def number_ranks(framework: str, first_rank: int, shape: Sequence[int]) -> RankGrid:
+    """Ranks from `first_rank` on in an array of this shape, the last dimension fastest.
+
+    Raises:
+        ValueError: more than MAX_RANKS of them, or numbers that are negative or leave 31 bits.
+    """
+    count = math.prod(shape)
+    if count > MAX_RANKS:
+        raise ValueError(f"{framework}: expected at most {MAX_RANKS} ranks, got {count}")
+    if not 0 <= first_rank < 2**31 - count:
+        raise ValueError(f"{framework}: expected first_rank in [0, {2**31 - count}), got {first_rank}")
+    return first_rank + np.arange(count, dtype=np.int32).reshape(shape)
 
 
 def layer_places(counts: Sequence[Sequence[int]], *, renumber: bool) -> list[Place]:

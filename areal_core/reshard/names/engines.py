@@ -28,6 +28,7 @@ from areal_core.reshard.names.arrangement import (
     check_heads,
     even_slots,
     layer_places,
+    number_ranks,
     pad,
     require_divisor,
 )
@@ -134,7 +135,7 @@ def arrange_vllm(
         raise ValueError("vllm: expected no ep for a model without experts, got ep")
     if sizes.experts and not ep:
         require_divisor("vllm", "dp x tp", dp * tp, sizes.moe_intermediate, "rows of an expert (or ep)")
-    ranks = _ranks(first_rank, (replicas, dp, pp, tp)).transpose(2, 0, 1, 3)  # pp, replicas, dp, tp
+    ranks = number_ranks("vllm", first_rank, (replicas, dp, pp, tp)).transpose(2, 0, 1, 3)  # pp, replicas, dp, tp
     over = ranks.transpose(0, 2, 3, 1).reshape(pp, dp * tp, replicas)  # pp, position in dp x tp, replicas
     experts = over[..., np.newaxis] if ep else over.transpose(0, 2, 1)[:, np.newaxis]
     table = vllm_table(sizes)
@@ -176,7 +177,7 @@ def arrange_sglang(
     _check_vocabulary("sglang", tp, sizes)
     if sizes.experts:
         require_divisor("sglang", "ep", ep, sizes.experts, "experts")
-    ranks = _ranks(first_rank, (replicas, pp, tp)).transpose(1, 0, 2)  # pp, replicas, tp
+    ranks = number_ranks("sglang", first_rank, (replicas, pp, tp)).transpose(1, 0, 2)  # pp, replicas, tp
     experts = ranks.reshape(pp, replicas, ep, tp // ep).transpose(0, 2, 1, 3)
     table = sglang_table(sizes)
     return Arrangement(
@@ -193,10 +194,6 @@ def arrange_sglang(
         padded_vocabulary=pad(sizes.vocabulary, 64),
         aliases={"lm_head.weight": "model.embed_tokens.weight"} if sizes.tied and pp > 1 else {},
     )
-
-
-def _ranks(first_rank: int, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    return first_rank + np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
 def _check_vocabulary(framework: str, tp: int, sizes: ModelSizes) -> None:

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from areal_core.reshard.inventory import SCALE_BLOCK, SCALE_SUFFIX
 from areal_core.reshard.layout import Storage, TensorLayout
 from areal_core.reshard.models import ModelSizes
-from areal_core.reshard.names.arrangement import RankGrid, check_heads, require_divisor
+from areal_core.reshard.names.arrangement import RankGrid, check_heads, number_ranks, require_divisor
 from areal_core.reshard.names.build import mesh_of
 from areal_core.reshard.names.table import Match, NameTable, fill
 from areal_core.reshard.placements import Box, Mesh, Placement, Ragged, Replicate, Shard, StridedShard
@@ -115,7 +113,7 @@ def hugging_face_layouts(
     """
     if not sizes.is_mla and tp > 1:
         check_heads("fsdp", "tp", tp, sizes, copies=False)
-    ranks = first_rank + np.arange(replicas * dp * tp, dtype=np.int32).reshape(replicas, dp, tp)
+    ranks = number_ranks("fsdp", first_rank, (replicas, dp, tp))
     builder = _Builder(sizes, specs, ranks, hugging_face_table(sizes, separate=separate))
     return {name: builder.layout(name, spec) for name, spec in specs.items()}
 

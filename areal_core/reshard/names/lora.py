@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from areal_core.reshard.inventory import inventory
 from areal_core.reshard.layout import Storage, TensorLayout
 from areal_core.reshard.models import ModelSizes
-from areal_core.reshard.names.arrangement import Arrangement, require_divisor
+from areal_core.reshard.names.arrangement import Arrangement, number_ranks, require_divisor
 from areal_core.reshard.names.build import mesh_of
 from areal_core.reshard.names.table import fill
 from areal_core.reshard.placements import Placement, Replicate, Shard
@@ -87,7 +86,7 @@ def peft_layouts(
     """
     if tp != 1:
         raise ValueError(f"fsdp: expected tp1 for an adapter, got tp{tp}")
-    ranks = first_rank + np.arange(replicas * dp, dtype=np.int32).reshape(replicas, dp)
+    ranks = number_ranks("fsdp", first_rank, (replicas, dp))
     mesh = mesh_of(ranks, ("replicas", "dp"))
     names = {name: name.removesuffix("weight") + f"{lora.adapter}.weight" for name in specs}
     return {

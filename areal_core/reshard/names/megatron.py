@@ -29,6 +29,7 @@ from areal_core.reshard.names.arrangement import (
     divisors,
     even_slots,
     layer_places,
+    number_ranks,
     pad,
     require_divisor,
 )
@@ -212,8 +213,7 @@ def _grid(sizes: Mapping[str, int], order: str, axes: tuple[str, ...], first_ran
     names = order.split("-")[::-1]
     if sorted(names) != sorted(sizes):
         raise ValueError(f"megatron: expected an order of {'-'.join(sorted(sizes))}, got {order}")
-    count = int(np.prod([sizes[name] for name in names]))
-    ranks = first_rank + np.arange(count, dtype=np.int32).reshape([sizes[name] for name in names])
+    ranks = number_ranks("megatron", first_rank, [sizes[name] for name in names])
     return np.ascontiguousarray(ranks.transpose([names.index(axis) for axis in axes]))
 
 
