@@ -48,7 +48,7 @@ class SingleTurnWorkflow:
             DataError: the prompt is empty, or too long to leave room for max_new_tokens; the text names the problem.
         """
         try:
-            ids = self.tokenizer.encode(problem.prompt) if problem.prompt else []
+            ids = self.tokenizer.encode(problem.prompt, special=problem.special_tokens) if problem.prompt else []
         except ValueError as error:
             raise DataError(f"problem {problem.problem_id}: {error}") from None
         if not ids:

@@ -9,19 +9,30 @@ from typing import Any
 from areal_core.tasks.base import Problem, Task
 from areal_core.tasks.chain import ChainArithmetic
 from areal_core.tasks.jsonl import JsonlTask
+from areal_core.tasks.parquet import ParquetTask
+from areal_core.tasks.reasoning_gym import ReasoningGymTask
 
-__all__ = ["ChainArithmetic", "JsonlTask", "Problem", "Task", "get_task"]
+__all__ = ["ChainArithmetic", "JsonlTask", "ParquetTask", "Problem", "ReasoningGymTask", "Task", "get_task"]
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    "chain_arithmetic": ChainArithmetic,
+    "jsonl": JsonlTask,
+    "parquet": ParquetTask,
+    "reasoning_gym": ReasoningGymTask,
+}
 
 
 def get_task(name: str, **options: Any) -> Task:
-    """Build the task of that name: "chain_arithmetic" (`ChainArithmetic`) or "jsonl" (`JsonlTask`), with its options.
+    """Build the task of that name with its options; docs/tasks.md shows each.
 
-    Raises: ValueError for a name or an option that does not exist.
+    "chain_arithmetic" (`ChainArithmetic`), "jsonl" (`JsonlTask`), "parquet" (`ParquetTask`) or "reasoning_gym"
+    (`ReasoningGymTask`).
+
+    Raises: ValueError for a name or an option that does not exist; what the task raises.
     """
-    tasks: dict[str, Callable[..., Task]] = {"chain_arithmetic": ChainArithmetic, "jsonl": JsonlTask}
-    if name not in tasks:
-        raise ValueError(f"get_task: expected a task among {', '.join(tasks)}, got {name!r}")
-    parameters = signature(tasks[name]).parameters
+    if name not in _TASKS:
+        raise ValueError(f"get_task: expected a task among {', '.join(_TASKS)}, got {name!r}")
+    parameters = signature(_TASKS[name]).parameters
     known = list(parameters)
     for option in options:
         if option not in known:
@@ -30,6 +41,6 @@ def get_task(name: str, **options: Any) -> Task:
         if parameter.default is Parameter.empty and option not in options:
             raise ValueError(f"get_task: expected option {option} of {name}, got None")
     try:
-        return tasks[name](**options)
+        return _TASKS[name](**options)
     except TypeError as error:  # a text where a number should be
         raise ValueError(f"get_task: {name}: {error}") from error

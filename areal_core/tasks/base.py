@@ -13,13 +13,15 @@ class Problem:
     """One prompt and what a right response to it is.
 
     prompt: text put before the model. answer: text the verifier compares with. problem_id: equal for equal problems
-    of one task, different otherwise. metadata: whatever else the task knows of the problem.
+    of one task, different otherwise. metadata: whatever else the task knows of the problem. special_tokens: whether
+    the tokenizer adds its own around the prompt; False when a chat template has written them.
     """
 
     prompt: str
     answer: str
     problem_id: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens: bool = True
 
 
 @runtime_checkable

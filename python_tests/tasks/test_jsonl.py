@@ -59,8 +59,8 @@ def test_held_out_problems_come_from_their_own_file(numbers: Path, tmp_path: Pat
     [
         ("{not json", "a JSON object"),
         ([1, 2], "a JSON object"),
-        ({"answer": "1"}, "text under 'prompt'"),
-        ({"prompt": 3, "answer": "1"}, "text under 'prompt'"),
+        ({"answer": "1"}, "text or a list of messages under 'prompt'"),
+        ({"prompt": 3, "answer": "1"}, "text or a list of messages under 'prompt'"),
         ({"prompt": "x"}, "text or a number under 'answer'"),
         ({"prompt": "x", "answer": True}, "text or a number under 'answer'"),
         ({"prompt": "x", "answer": [1]}, "text or a number under 'answer'"),
@@ -86,37 +86,35 @@ def test_an_empty_file_and_an_unknown_verifier_are_refused(tmp_path: Path, numbe
         get_task("jsonl", path=numbers, verifier="fuzzy")
 
 
-def verify(verifier: str, response: str, answer: str, tmp_path: Path) -> float:
-    task = JsonlTask(write(tmp_path / "one.jsonl", {"prompt": "x", "answer": answer}), verifier=verifier)
-    return task.verify(task.problem(0), response)
-
-
 @pytest.mark.parametrize(
-    ("verifier", "response", "answer", "reward"),
+    ("line", "what"),
     [
-        ("exact", " Paris\n", "Paris", 1.0),
-        ("exact", "paris", "Paris", 0.0),
-        ("numeric", "$1,234.50", "1234.5", 1.0),
-        ("numeric", "2/4", "0.5", 1.0),
-        ("numeric", "+7.", "7", 1.0),
-        ("numeric", ".5", "1/2", 1.0),
-        ("numeric", "-3", "3", 0.0),
-        ("numeric", "the answer is 3", "3", 0.0),
-        ("numeric", "3/0", "3", 0.0),
-        ("numeric", "1" * 5000, "1", 0.0),
-        ("numeric", "1e400", "1", 0.0),
-        ("numeric", "nan", "0", 0.0),
-        ("numeric", "", "0", 0.0),
-        ("last_number", "so 2 + 3 = 5.", "5", 1.0),
-        ("last_number", "5 and then 6", "5", 0.0),
-        ("last_number", "it is -4", "-4", 1.0),
-        ("last_number", "10-4", "4", 1.0),
-        ("last_number", "(10)-4", "4", 1.0),
-        ("last_number", "x = 1,000,000 people", "1000000", 1.0),
-        ("last_number", "roughly 3.25%", "3.25", 1.0),
-        ("last_number", "no number", "0", 0.0),
-        ("last_number", "1" * 5000, "1", 0.0),
+        (b'{"prompt": "x", "answer": "\xff"}', "a JSON object"),
+        (b"[" * 100_000, "a JSON object"),
+        (b'{"prompt": "x", "answer": ' + b"9" * 5000 + b"}", "a JSON object"),
+        (b'{"prompt": "x", "answer": NaN}', "text or a number under 'answer'"),
+        (b'{"prompt": "x", "answer": -Infinity}', "text or a number under 'answer'"),
     ],
 )
-def test_verifiers(tmp_path: Path, verifier: str, response: str, answer: str, reward: float) -> None:
-    assert verify(verifier, response, answer, tmp_path) == reward
+def test_bytes_that_are_no_record_are_named(tmp_path: Path, line: bytes, what: str) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ok", "answer": "1"}\r\n' + line)
+    with pytest.raises(DataError, match=f"bad.jsonl:2: expected {what}"):
+        JsonlTask(tmp_path / "bad.jsonl")
+
+
+def test_a_missing_file_names_its_option(tmp_path: Path, numbers: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"task.options.path: expected an existing file, got '.*gone.jsonl'"):
+        JsonlTask(tmp_path / "gone.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"task.options.eval_path: expected an existing file"):
+        JsonlTask(numbers, eval_path=tmp_path / "gone.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"task.options.path: expected \*.jsonl in '.*empty', got none"):
+        JsonlTask(tmp_path / "empty")
+
+
+def test_a_folder_holds_the_parts_of_a_dataset(tmp_path: Path) -> None:
+    for part in ("b", "a"):
+        write(tmp_path / f"{part}.jsonl", {"prompt": part, "answer": "1"})
+    write(tmp_path / "notes.txt", "none of it")
+    task = JsonlTask(tmp_path, eval_path=tmp_path)
+    assert [task.problem(i, held_out=True).prompt for i in range(2)] == ["a", "b"]
