@@ -151,7 +151,7 @@ class TcpTransport(SocketTransport):
 
     token: bytes that all ranks of the run know (16 or more). Peers prove with HMAC-SHA256 that they know it; bytes are
         not encrypted, so stay on loopback or a trusted network.
-    host: the numeric address to listen on.
+    host: the numeric address at which peers reach this machine, and to listen on.
     port: 0 takes any.
     streams: connections per pair of ranks, the same on all.
     """

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "reshard/errors.h"
@@ -16,7 +17,7 @@ namespace areal::reshard {
 namespace {
 
 // A stranger must not hold up those who are expected.
-constexpr double kHandshakeSeconds = 10;
+constexpr std::chrono::seconds kHandshake{10};
 // What was posted before the end is sent, but a peer that does not read must not keep the process.
 constexpr double kFlushSeconds = 2;
 
@@ -57,11 +58,13 @@ void SocketEndpoint::connect(const std::map<int32_t, std::string>& addresses, co
       add_connection(peer, stream, std::move(fd));
     }
   }
+  Reception reception(listener_);
   while (!missing.empty()) {
-    Fd fd = accept_from(listener_, missing_text(missing), deadline);
+    Fd fd = reception.next(missing_text(missing), deadline);
     Introduction said{};
     try {
-      const Deadline handshake(std::min(deadline.seconds(), kHandshakeSeconds), [&] { deadline.interrupt(); });
+      const double seconds = std::chrono::duration<double>(deadline.left(kHandshake)).count();
+      const Deadline handshake(seconds, [&] { deadline.interrupt(); });
       said = recognise(fd, {0, static_cast<uint32_t>(rank()), 0, streams}, token_, handshake);
     } catch (const PeerError&) {
       continue;  // not one of ours
@@ -91,6 +94,10 @@ void SocketEndpoint::add_connection(int32_t peer, uint32_t stream, Fd fd) {
 }
 
 void SocketEndpoint::stop() {
+  if (getpid() != process_) {  // a fork, which has the sockets but not the thread
+    if (io_.joinable()) io_.detach();
+    return;
+  }
   stopping_ = true;
   wake();
   if (io_.joinable()) io_.join();
@@ -254,6 +261,7 @@ bool SocketEndpoint::read_header(Connection& connection) {
       std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
       connection.passed_fd = Fd(fd);
     }
+    AREAL_CHECK((message.msg_flags & MSG_CTRUNC) == 0, "no room for its descriptor: too many are open in this process");
     connection.header_bytes += static_cast<size_t>(got);
   }
   check_header(connection.header);

@@ -2,6 +2,8 @@
 // and what follows it) between their sockets and memory, so that packing and sending overlap.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -88,6 +90,7 @@ class SocketEndpoint : public Transport {
   void lose(Connection& connection, Loss loss, const std::string& why);
   bool may_stop();
 
+  const pid_t process_ = getpid();
   const std::vector<std::byte> token_;
   Listener listener_;
   Fd wake_;

@@ -23,6 +23,7 @@ namespace areal::reshard {
 namespace {
 
 constexpr int kBacklog = 1024;
+constexpr size_t kMostSilent = 256;  // connections that have said nothing yet
 constexpr char kProtocol[16] = "areal-reshard-1";
 
 struct Address {
@@ -41,6 +42,7 @@ Address address_of(const T& specific, socklen_t bytes = sizeof(T)) {
 }
 
 Address parse_tcp(const std::string& host, int port) {
+  AREAL_CHECK(port >= 0 && port <= 65535, "TcpTransport: expected a port of 0 to 65535, got ", port);
   sockaddr_in v4{};
   v4.sin_family = AF_INET;
   v4.sin_port = htons(static_cast<uint16_t>(port));
@@ -51,6 +53,13 @@ Address parse_tcp(const std::string& host, int port) {
   AREAL_CHECK(inet_pton(AF_INET6, host.c_str(), &v6.sin6_addr) == 1,
               "TcpTransport: expected a numeric address such as 127.0.0.1, got '", host, "'");
   return address_of(v6);
+}
+
+bool is_wildcard(const Address& address) {
+  if (address.storage.ss_family == AF_INET) {
+    return reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr.s_addr == INADDR_ANY;
+  }
+  return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr);
 }
 
 Address parse(const std::string& text) {
@@ -92,9 +101,9 @@ void listen_on(const Fd& fd, const Address& address, const std::string& text) {
 }
 
 // One slice of waiting; true when something may be ready.
-bool poll_for(int fd, short events, const Deadline& deadline) {
+bool poll_for(int fd, short events, const Deadline& deadline, std::chrono::milliseconds slice = Deadline::kSlice) {
   pollfd entry{fd, events, 0};
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.left()).count();
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.left(slice)).count();
   const int ready = poll(&entry, 1, static_cast<int>(ms));
   deadline.interrupt();
   return ready > 0;
@@ -198,6 +207,8 @@ Fd::~Fd() {
 
 Listener listen_tcp(const std::string& host, int port) {
   const Address address = parse_tcp(host, port);
+  AREAL_CHECK(!is_wildcard(address), "TcpTransport: expected an address at which peers reach this machine, got '", host,
+              "'");
   Fd fd = new_socket(address.storage.ss_family);
   const int on = 1;
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -251,20 +262,46 @@ Fd connect_to(const std::string& address, int32_t peer, const Deadline& deadline
   }
 }
 
-Fd accept_from(const Listener& listener, const std::string& awaited, const Deadline& deadline) {
+void Reception::accept_all() {
   while (true) {
-    Fd fd(accept4(listener.fd.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (fd) {
-      tune(fd, listener.address.starts_with('@') ? AF_UNIX : AF_INET);
-      return fd;
+    Fd fd(accept4(listener_.fd.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!fd && errno == EAGAIN) return;
+    if (!fd && (errno == EINTR || errno == ECONNABORTED)) continue;
+    AREAL_CHECK(fd, "Transport: expected a connection, got ", std::strerror(errno));
+    tune(fd, listener_.address.starts_with('@') ? AF_UNIX : AF_INET);
+    silent_.push_back(std::move(fd));
+    if (silent_.size() > kMostSilent) silent_.pop_front();
+  }
+}
+
+// None when nobody has said a whole Hello. Forgets those that have gone.
+Fd Reception::take_one_that_spoke() {
+  for (auto fd = silent_.begin(); fd != silent_.end();) {
+    char hello[sizeof(Hello)];
+    const ssize_t got = recv(fd->get(), hello, sizeof hello, MSG_PEEK);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) {
+      fd = silent_.erase(fd);
+    } else if (got == sizeof hello) {
+      Fd spoke = std::move(*fd);
+      silent_.erase(fd);
+      return spoke;
+    } else {
+      ++fd;
     }
-    AREAL_CHECK(errno == EAGAIN || errno == EINTR || errno == ECONNABORTED, "Transport: expected a connection, got ",
-                std::strerror(errno));
+  }
+  return {};
+}
+
+Fd Reception::next(const std::string& awaited, const Deadline& deadline) {
+  while (true) {
+    accept_all();
+    if (Fd fd = take_one_that_spoke()) return fd;
     if (deadline.passed()) {
       throw DeadlineError(
           format_message("Transport: no connection from ", awaited, " within ", deadline.seconds(), " s"));
     }
-    poll_for(listener.fd.get(), POLLIN, deadline);
+    // Those that are silent are looked at again soon: what they lack of a Hello tells no poll that it may return.
+    poll_for(listener_.fd.get(), POLLIN, deadline, silent_.empty() ? Deadline::kSlice : std::chrono::milliseconds{1});
   }
 }
 

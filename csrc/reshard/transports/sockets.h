@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <span>
 #include <string>
 #include <utility>
@@ -41,8 +42,22 @@ Listener listen_unix();
 
 // Waits while nobody listens there yet. Throws DeadlineError, and PeerError when the address cannot be reached.
 Fd connect_to(const std::string& address, int32_t peer, const Deadline& deadline);
-// The next connection. Throws DeadlineError naming who is awaited.
-Fd accept_from(const Listener& listener, const std::string& awaited, const Deadline& deadline);
+
+// Takes connections as they speak, so that strangers who say nothing hold up nobody.
+class Reception {
+ public:
+  explicit Reception(const Listener& listener) : listener_(listener) {}
+
+  // The next connection that has introduced itself. Throws DeadlineError naming who is awaited.
+  Fd next(const std::string& awaited, const Deadline& deadline);
+
+ private:
+  void accept_all();
+  Fd take_one_that_spoke();
+
+  const Listener& listener_;
+  std::deque<Fd> silent_;  // oldest first
+};
 
 // What a connection is for; both sides state it, and the handshake authenticates it.
 struct Introduction {
