@@ -156,4 +156,4 @@ def test_killed_at_every_message(tmp_path: Path, victim: str) -> None:
         cast.close()
         event += 1
     assert event >= 8, "expected the update to take several messages"
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # fewer: what earlier tests left is collected meanwhile
