@@ -94,7 +94,8 @@ class Executor:
     buffers: name -> tensor, exactly `Layout.buffers(rank)`, for a rank of one side. A rank that trains and generates
         gives `source` and `target` instead. Contiguous host tensors are used in place; others (on a device, strided)
         through a host copy of their size, made once.
-    first_exposed: position of the target's first buffer among those that the transport exposes.
+    first_exposed: position of the target's first buffer among those that the transport exposes: peers write there, so
+        it must be the memory that `target` names. A buffer of another size is refused before anything is written.
     threads: threads that copy, for each of sending and receiving.
     read_back: hash again what peers have written directly into this rank's memory: a second pass over it.
     direct: write into memory that peers expose; False: always through staging buffers.
@@ -141,7 +142,7 @@ class Executor:
     ) -> TransferStats:
         """Move one update: every rank of the plan calls this (or `send`, `receive`) with the same epoch.
 
-        timeout: seconds for each wait.
+        timeout: seconds from now on after which no wait goes on; bytes that keep coming are not cut off.
         source, target, first_exposed: other memory than that of the last update, such as the other arena.
 
         The GIL is released; Ctrl-C ends the call. Padding in target buffers is zeroed. Bytes move as they are.

@@ -13,8 +13,10 @@ using namespace areal::reshard::testing;
 
 #if defined(__SANITIZE_THREAD__)
 constexpr uint64_t kManyUpdates = 20;
+constexpr int64_t kBitStep = 13;
 #else
-constexpr uint64_t kManyUpdates = 200;
+constexpr uint64_t kManyUpdates = 100;
+constexpr int64_t kBitStep = 1;
 #endif
 
 class EveryTransport : public ::testing::TestWithParam<Kind> {};
@@ -44,7 +46,7 @@ void round_trip(Kind kind, const std::shared_ptr<const Layout>& source, const st
 }
 
 TEST_P(EveryTransport, MovesEveryElementWhereItBelongs) {
-  for (const int64_t chunk_bytes : {int64_t{96}, int64_t{1000}, int64_t{1} << 20}) {
+  for (const int64_t chunk_bytes : {int64_t{96}, int64_t{1} << 20}) {
     round_trip(GetParam(), tensor_parallel(0, 2), tensor_parallel(2, 4), chunk_bytes);
     round_trip(GetParam(), tensor_parallel(0, 4), tensor_parallel(4, 3), chunk_bytes);
     round_trip(GetParam(), flat(0, 4), tensor_parallel(4, 2), chunk_bytes);
@@ -265,7 +267,7 @@ class Flipping final : public Transport {
   WireHeader await_grant(int32_t peer, const Deadline& deadline) override {
     return inner_->await_grant(peer, deadline);
   }
-  std::byte* remote_buffer(int32_t peer, int64_t buffer) override { return inner_->remote_buffer(peer, buffer); }
+  std::vector<std::span<std::byte>> remote_buffers(int32_t peer) override { return inner_->remote_buffers(peer); }
   std::span<std::byte> acquire(int32_t peer, int64_t bytes, const Deadline& deadline) override {
     return inner_->acquire(peer, bytes, deadline);
   }
@@ -289,7 +291,7 @@ std::shared_ptr<const Layout> one_tensor(int32_t rank, int64_t elements) {
 
 TEST(Executor, RejectsEveryFlippedBitOfHeaderAndPayload) {
   constexpr int64_t kBytes = 40;
-  for (int64_t bit = 0; bit < 8 * (64 + kBytes); ++bit) {
+  for (int64_t bit = 0; bit < 8 * (64 + kBytes); bit += kBitStep) {
     World world(std::make_shared<PlainPlan>(one_tensor(0, kBytes), one_tensor(1, kBytes), 1000), Kind::kInprocStaged);
     world.fill(1);
     Executor receiver(world.plan(), 1, std::make_shared<Flipping>(world.endpoints().at(1), bit));
@@ -310,8 +312,7 @@ TEST(Executor, ReadBackSeesMemoryThatChangedAfterItWasWritten) {
   auto receiving = std::async(std::launch::async, [&] { receiver.run(1, world.buffers(1), Deadline(30)); });
   Transport& sender = *world.endpoints().at(0);
   const WireHeader grant = sender.await_grant(1, Deadline(30));
-  std::byte* remote = sender.remote_buffer(1, grant.chunk);
-  ASSERT_NE(remote, nullptr);
+  std::byte* remote = sender.remote_buffers(1).at(grant.chunk).data();
   WireHeader header{};
   header.epoch = 1;
   header.plan_digest = world.plan()->digest();

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -124,7 +125,7 @@ uint64_t unpack_frame(Executor& executor, size_t message, size_t chunk, uint64_t
 
 void copy_locally(Executor& executor, const BoundBuffers& buffers) {
   const py::gil_scoped_release unlocked;
-  executor.copy_locally(buffers);
+  executor.copy_locally(buffers, interruptible(std::numeric_limits<double>::infinity()));
 }
 
 // Rows from one address to another, as executors copy them: for benches. Returns the checksum, 0 without one.

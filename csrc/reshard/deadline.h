@@ -14,10 +14,10 @@ class Deadline {
   // How long a wait sleeps at most before it calls interrupt().
   static constexpr std::chrono::milliseconds kSlice{20};
 
-  // seconds: may be infinite; 0 or less has passed already. interrupt: called at least every kSlice of a wait, and may
-  // throw to end it (Python: Ctrl-C).
+  // seconds: may be infinite; 0 or less (or no number) has passed already. interrupt: called at least every kSlice of a
+  // wait, and may throw to end it (Python: Ctrl-C).
   explicit Deadline(double seconds, std::function<void()> interrupt = {})
-      : seconds_(std::max(seconds, 0.0)), at_(from_now(seconds_)), interrupt_(std::move(interrupt)) {}
+      : seconds_(seconds > 0 ? seconds : 0), at_(from_now(seconds_)), interrupt_(std::move(interrupt)) {}
 
   double seconds() const { return seconds_; }
   bool passed() const { return Clock::now() >= at_; }
@@ -41,6 +41,26 @@ class Deadline {
   double seconds_;
   Clock::time_point at_;
   std::function<void()> interrupt_;
+};
+
+// Looks after a deadline's interrupt() during long work that never waits.
+class Lookout {
+ public:
+  explicit Lookout(const Deadline& deadline) : deadline_(deadline) {}
+
+  void look() {
+    const Deadline::Clock::time_point now = Deadline::Clock::now();
+    if (now < next_) return;
+    next_ = now + kEvery;
+    deadline_.interrupt();
+  }
+
+ private:
+  // An interrupt may have to wait some milliseconds for Python's lock.
+  static constexpr std::chrono::milliseconds kEvery{200};
+
+  const Deadline& deadline_;
+  Deadline::Clock::time_point next_ = Deadline::Clock::now() + kEvery;
 };
 
 }  // namespace areal::reshard

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "reshard/errors.h"
 #include "reshard/executor_update.h"
@@ -103,18 +104,37 @@ void Executor::compile_padding() {
   }
 }
 
-// Once it is known where the peer's buffers are: copies from this rank's straight to them.
-void Executor::compile_direct(size_t index, const WireHeader& grant) {
+// Once it is known that the peer's buffers are in reach: copies from this rank's straight to them.
+void Executor::compile_direct(size_t index) {
   Message message = std::move(messages_[index]);
   messages_[index] = {};
-  if (message.chunks.empty() || !options_.allow_direct) return;
-  if (transport_->remote_buffer(message.target, grant.chunk) == nullptr) return;
+  if (message.chunks.empty()) return;
   const RankStorage theirs = plan_->target().storage(message.target);
   const End from{message.phase == 0 ? &source_ : &target_, message.phase != 0};
   MessageProgram program = compile_message(plan_->target(), message, message.target, from, End{&theirs, true});
   // Other threads read the rest of their messages meanwhile.
   sends_[index].chunks = std::move(program.chunks);
   sends_[index].pieces = std::move(program.pieces);
+  for (const Buffer& buffer : theirs.buffers) sends_[index].target_bytes.push_back(bytes_of(buffer));
+}
+
+// Where the target buffers of a peer that has granted an update lie: nullptr for those that it does not expose. Nothing
+// is written to memory of another size than the plan says.
+std::vector<std::byte*> Executor::remote_buffers(int32_t peer, size_t first_exposed) const {
+  const std::vector<std::span<std::byte>> exposed = transport_->remote_buffers(peer);
+  std::vector<std::byte*> buffers;
+  for (const MessageProgram& message : sends_) {
+    if (message.peer != peer) continue;
+    for (size_t i = buffers.size(); i < message.target_bytes.size(); ++i) {
+      const auto here = first_exposed + i < exposed.size() ? exposed[first_exposed + i] : std::span<std::byte>{};
+      if (!here.empty() && static_cast<int64_t>(here.size()) != message.target_bytes[i]) {
+        throw PeerError(format_message("rank ", rank_, ": expected rank ", peer, " to expose ", message.target_bytes[i],
+                                       " bytes as buffer ", first_exposed + i, ", got ", here.size()));
+      }
+      buffers.push_back(here.data());
+    }
+  }
+  return buffers;
 }
 
 void Executor::check_buffers(const BoundBuffers& buffers) const {
@@ -136,9 +156,11 @@ void Executor::begin(const BoundBuffers& buffers) {
   if (on_device()) transport_->finish_copies();
 }
 
-void Executor::copy_locally(const BoundBuffers& buffers) {
+void Executor::copy_locally(const BoundBuffers& buffers, const Deadline& deadline) {
+  Lookout lookout(deadline);
   for (const CopyPiece& piece : local_copies_) {
-    if (cancelled_) throw CancelledError(format_message("rank ", rank_, ": the update was cancelled"));
+    lookout.look();
+    check_cancelled();
     const std::byte* source = buffers.source[static_cast<size_t>(piece.source_buffer)].data() + piece.source_offset;
     if (on_device()) {
       transport_->copy(target_of(piece, buffers), source, piece.shape);
@@ -176,7 +198,8 @@ void Executor::check_expected(const WireHeader& header, const MessageProgram& me
   check("epoch", header.epoch, epoch);
   check("plan_digest", header.plan_digest, plan_->digest());
   check("chunk", header.chunk, static_cast<uint64_t>(chunk.id));
-  const bool direct = header.flags == kDirect && transport_ != nullptr && transport_->exposes_buffers();
+  const bool direct = header.flags == kDirect;
+  if (direct) check("flags", header.flags, transport_ != nullptr && transport_->exposes_buffers() ? kDirect : 0);
   check("length", header.length, direct ? 0 : static_cast<uint64_t>(chunk.bytes));
 }
 
@@ -253,8 +276,21 @@ uint64_t Executor::unpack_frame(const MessageProgram& message, const ChunkProgra
 TransferStats Executor::run(uint64_t epoch, const BoundBuffers& buffers, const Deadline& deadline) {
   AREAL_CHECK(transport_ != nullptr || (sends_.empty() && receives_.empty()),
               "Executor: expected a transport for the messages of rank ", rank_, ", got none");
+  AREAL_CHECK(buffers.first_exposed >= 0 && buffers.first_exposed <= std::numeric_limits<uint32_t>::max(),
+              "Executor: expected first_exposed >= 0, got ", buffers.first_exposed);
+  check_cancelled();
   begin(buffers);
   return Update(*this, epoch, buffers, deadline).run();
+}
+
+// Of this rank among the source's, or, where it only passes on, among the target's.
+size_t Executor::place_among_senders() const {
+  const std::vector<int32_t>& ranks = holds(plan_->source(), rank_) ? plan_->source().ranks() : plan_->target().ranks();
+  return static_cast<size_t>(std::ranges::lower_bound(ranks, rank_) - ranks.begin());
+}
+
+void Executor::check_cancelled() const {
+  if (cancelled_) throw CancelledError(format_message("rank ", rank_, ": the update was cancelled"));
 }
 
 void Executor::cancel() {

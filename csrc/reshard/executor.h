@@ -82,7 +82,7 @@ class Executor {
                         const std::byte* frame, const BoundBuffers& buffers);
   // What precedes the first chunk of an update: memory is checked, padding zeroed.
   void begin(const BoundBuffers& buffers);
-  void copy_locally(const BoundBuffers& buffers);
+  void copy_locally(const BoundBuffers& buffers, const Deadline& deadline);
   uint64_t plan_digest() const { return plan_->digest(); }
   int64_t local_bytes() const { return local_bytes_; }
 
@@ -95,8 +95,11 @@ class Executor {
   };
 
   bool on_device() const { return transport_ != nullptr && transport_->copies_itself(); }
+  size_t place_among_senders() const;
+  void check_cancelled() const;
   void compile_padding();
-  void compile_direct(size_t index, const WireHeader& grant);
+  void compile_direct(size_t index);
+  std::vector<std::byte*> remote_buffers(int32_t peer, size_t first_exposed) const;
   void check_buffers(const BoundBuffers& buffers) const;
   WireHeader header_of(const MessageProgram& message, const ChunkProgram& chunk, uint64_t epoch) const;
   void check_expected(const WireHeader& header, const MessageProgram& message, const ChunkProgram& chunk,

@@ -104,7 +104,7 @@ void append_pieces(const Layout& target, const Atom& atom, const End& from, cons
 
 MessageProgram compile_message(const Layout& target, const Message& message, int32_t peer, const End& from,
                                const End& to) {
-  MessageProgram program{peer, message.phase, message.bytes, {}, {}};
+  MessageProgram program{peer, message.phase, message.bytes, {}, {}, {}};
   for (const Chunk& chunk : message.chunks) {
     const auto first = static_cast<int64_t>(program.pieces.size());
     for (int64_t i = chunk.first_atom; i < chunk.first_atom + chunk.atom_count; ++i) {

@@ -34,6 +34,7 @@ struct MessageProgram {
   int64_t bytes;
   std::vector<ChunkProgram> chunks;
   std::vector<CopyPiece> pieces;
+  std::vector<int64_t> target_bytes;  // of each buffer that pieces name at the target; none: all go to the wire
 
   std::span<const CopyPiece> pieces_of(const ChunkProgram& chunk) const {
     return std::span(pieces).subspan(static_cast<size_t>(chunk.first_piece), static_cast<size_t>(chunk.piece_count));

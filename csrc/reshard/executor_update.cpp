@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #include "reshard/errors.h"
 
@@ -43,7 +44,7 @@ TransferStats Executor::Update::run() {
     grant.plan_digest = executor_.plan_->digest();
     grant.chunk = static_cast<uint32_t>(buffers_.first_exposed);
     for (const auto& [peer, incoming] : incoming_) executor_.transport_->grant(peer, grant);
-    executor_.copy_locally(buffers_);
+    executor_.copy_locally(buffers_, deadline);
     finish_first_phase_part();
     receive(deadline);
   });
@@ -59,12 +60,20 @@ void Executor::Update::run_tasks(std::vector<Task> tasks) {
   std::vector<std::thread> threads;
   running_ = tasks.size() - 1;
   for (size_t i = 0; i + 1 < tasks.size(); ++i) {
-    threads.emplace_back([this, &task = tasks[i]] {
-      run_task(task, for_helpers(deadline_));
+    try {
+      threads.emplace_back([this, &task = tasks[i]] {
+        run_task(task, for_helpers(deadline_));
+        const std::lock_guard lock(mutex_);
+        --running_;
+        changed_.notify_all();
+      });
+    } catch (const std::system_error& error) {  // no more threads
+      fail(std::make_exception_ptr(
+          Error(format_message("Executor: expected a thread to copy with, got ", error.what()))));
       const std::lock_guard lock(mutex_);
-      --running_;
-      changed_.notify_all();
-    });
+      running_ -= tasks.size() - 1 - i;
+      break;
+    }
   }
   run_task(tasks.back(), deadline_);
   run_task(
@@ -119,11 +128,12 @@ void Executor::Update::send(size_t share, size_t shares, const Deadline& deadlin
   for (const int32_t peer : peers) executor_.transport_->drain(peer, deadline);
 }
 
-// A chunk to each peer in turn, beginning with the next higher rank: not all senders meet at one receiver.
+// A chunk to each peer in turn. The first sender begins with the first peer, the second with the second: not all meet
+// at one receiver.
 void Executor::Update::send_phase(std::span<const size_t> messages, const Deadline& deadline) {
   std::vector<size_t> order(messages.begin(), messages.end());
-  std::ranges::rotate(
-      order, std::ranges::find_if(order, [&](size_t i) { return executor_.sends_[i].peer > executor_.rank_; }));
+  if (order.empty()) return;
+  std::ranges::rotate(order, order.begin() + static_cast<ptrdiff_t>(executor_.place_among_senders() % order.size()));
   size_t rounds = 0;
   for (const size_t i : order) {
     await_grant(i, deadline);
@@ -150,19 +160,12 @@ void Executor::Update::await_grant(size_t index, const Deadline& deadline) {
                                    " of plan ", executor_.plan_->digest(), ", got epoch ", grant.epoch, " of plan ",
                                    grant.plan_digest));
   }
-  for (size_t i = 0; i < executor_.sends_.size(); ++i) {
-    if (executor_.sends_[i].peer == peer) executor_.compile_direct(i, grant);
-  }
-  std::vector<std::byte*> buffers;
-  for (const MessageProgram& message : executor_.sends_) {
-    if (message.peer != peer) continue;
-    for (const CopyPiece& piece : message.pieces) {
-      const auto count = static_cast<size_t>(piece.target_buffer + 1);
-      for (size_t i = buffers.size(); i < count; ++i) {
-        buffers.push_back(executor_.transport_->remote_buffer(peer, int64_t{grant.chunk} + static_cast<int64_t>(i)));
-      }
+  if (executor_.options_.allow_direct && executor_.transport_->remote_buffers(peer).size() > grant.chunk) {
+    for (size_t i = 0; i < executor_.sends_.size(); ++i) {
+      if (executor_.sends_[i].peer == peer) executor_.compile_direct(i);
     }
   }
+  std::vector<std::byte*> buffers = executor_.remote_buffers(peer, grant.chunk);
   const std::lock_guard lock(mutex_);
   remote_[peer] = std::move(buffers);
 }
@@ -190,8 +193,7 @@ void Executor::Update::send_chunk(const MessageProgram& message, const ChunkProg
   const bool direct = std::ranges::all_of(message.pieces_of(chunk), [&](const CopyPiece& piece) {
     return piece.target_buffer != kWire && (*remote)[static_cast<size_t>(piece.target_buffer)] != nullptr;
   });
-  if (executor_.cancelled_)
-    throw CancelledError(format_message("rank ", executor_.rank_, ": the update was cancelled"));
+  executor_.check_cancelled();
   if (direct) {
     header.length = 0;
     header.xxh3_64 = executor_.move(message, chunk, buffers_, *remote);
@@ -211,12 +213,17 @@ void Executor::Update::send_chunk(const MessageProgram& message, const ChunkProg
 // -- receiving --------------------------------------------------------------------------------------------------------
 
 void Executor::Update::receive(const Deadline& deadline) {
-  for (Next chunk{}; next(chunk, deadline);) use(chunk);
+  Lookout lookout(deadline);
+  for (Next chunk{}; next(chunk, deadline);) {
+    lookout.look();
+    use(chunk);
+  }
 }
 
 // Takes the next chunk that arrives, if it is the one expected from its sender. False when all have come.
 bool Executor::Update::next(Next& next, const Deadline& deadline) {
-  const std::lock_guard lock(receive_mutex_);
+  std::unique_lock lock(receive_mutex_, std::defer_lock);
+  while (!lock.try_lock_until(std::chrono::system_clock::now() + Deadline::kSlice)) deadline.interrupt();
   if (awaited_.empty()) return false;
   next.received = executor_.transport_->receive(awaited_, deadline);
   Incoming& incoming = incoming_.at(static_cast<int32_t>(next.received.header.source));

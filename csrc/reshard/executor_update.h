@@ -54,7 +54,7 @@ class Executor::Update {
   const BoundBuffers& buffers_;
   const Deadline& deadline_;
 
-  std::mutex receive_mutex_;  // one thread at a time takes the next chunk
+  std::timed_mutex receive_mutex_;  // one thread at a time takes the next chunk
   std::map<int32_t, Incoming> incoming_;
   std::vector<int32_t> awaited_;  // peers that have chunks to send yet
 

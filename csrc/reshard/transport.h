@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "reshard/deadline.h"
 #include "reshard/strided_copy.h"
@@ -46,22 +47,22 @@ class Transport {
   virtual ReceivedChunk receive(std::span<const int32_t> peers, const Deadline& deadline) = 0;
   // The bytes have been used: the sender gets its credit back.
   virtual void release(const ReceivedChunk& chunk) = 0;
-  // Whether peers reach buffers of this rank: what remote_buffer() gives them.
+  // Whether peers reach buffers of this rank: what remote_buffers() gives them.
   virtual bool exposes_buffers() const = 0;
 
   // -- sending --------------------------------------------------------------------------------------------------------
   // The peer's next grant.
   virtual WireHeader await_grant(int32_t peer, const Deadline& deadline) = 0;
-  // Memory of the peer that this rank may write directly (same process, or mapped shared memory): the first byte of the
-  // buffer that the peer exposed at this position, nullptr where there is no such reach.
-  virtual std::byte* remote_buffer(int32_t peer, int64_t buffer) = 0;
+  // Memory of the peer that this rank may write directly (same process, or mapped shared memory): the buffers that the
+  // peer has exposed, in its order; none where there is no such reach.
+  virtual std::vector<std::span<std::byte>> remote_buffers(int32_t peer) = 0;
   // A staging buffer, aligned to 64, to pack a chunk for the peer into. Waits for a credit: at most kChunksInFlight are
   // under way to a peer.
   virtual std::span<std::byte> acquire(int32_t peer, int64_t bytes, const Deadline& deadline) = 0;
   // Sends the header and the bytes of what acquire() gave last for this peer. The caller sets epoch, plan_digest,
   // chunk, length and xxh3_64.
   virtual void post(int32_t peer, const WireHeader& header) = 0;
-  // Sends the header of a chunk that the caller has written to remote_buffer()s; length is 0.
+  // Sends the header of a chunk that the caller has written to remote_buffers(); length is 0.
   virtual void post_direct(int32_t peer, const WireHeader& header) = 0;
   // Returns when the peer has released every chunk posted to it.
   virtual void drain(int32_t peer, const Deadline& deadline) = 0;

@@ -69,10 +69,9 @@ class CudaIpcTransport final : public SocketEndpoint {
 
   const char* name() const override { return "cuda_ipc"; }
   bool exposes_buffers() const override { return !table_.empty(); }
-  std::byte* remote_buffer(int32_t peer, int64_t buffer) override {
+  std::vector<std::span<std::byte>> remote_buffers(int32_t peer) override {
     const std::lock_guard lock(memory_mutex_);
-    const auto& buffers = peers_.at(peer).buffers;
-    return static_cast<size_t>(buffer) < buffers.size() ? buffers[static_cast<size_t>(buffer)] : nullptr;
+    return peers_.at(peer).buffers;
   }
   std::span<std::byte> acquire(int32_t peer, int64_t, const Deadline&) override {
     throw Error(format_message("CudaIpcTransport: expected rank ", peer, " to expose all its target buffers"));
@@ -112,9 +111,9 @@ class CudaIpcTransport final : public SocketEndpoint {
     int64_t source_stride;
   };
   struct Peer {
-    std::vector<std::byte> table;           // touched by the I/O thread
-    std::map<std::string, void*> memories;  // by handle, under memory_mutex_
-    std::vector<std::byte*> buffers;        // likewise
+    std::vector<std::byte> table;               // touched by the I/O thread
+    std::map<std::string, void*> memories;      // by handle, under memory_mutex_
+    std::vector<std::span<std::byte>> buffers;  // likewise
   };
 
   void copy_rows(std::byte* target, const std::byte* source, const Rows& rows) {
@@ -162,7 +161,7 @@ class CudaIpcTransport final : public SocketEndpoint {
       Place place;
       std::memcpy(&place, payload.data() + at, sizeof place);
       if (place.bytes == 0) {
-        peer.buffers.push_back(nullptr);
+        peer.buffers.emplace_back();
         continue;
       }
       const std::string key(reinterpret_cast<const char*>(&place.handle), sizeof place.handle);
@@ -170,7 +169,7 @@ class CudaIpcTransport final : public SocketEndpoint {
       if (is_new) {
         AREAL_CUDA_OK(cudaIpcOpenMemHandle(&entry->second, place.handle, cudaIpcMemLazyEnablePeerAccess));
       }
-      peer.buffers.push_back(static_cast<std::byte*>(entry->second) + place.offset_bytes);
+      peer.buffers.emplace_back(static_cast<std::byte*>(entry->second) + place.offset_bytes, place.bytes);
     }
   }
 

@@ -64,11 +64,10 @@ class InprocTransport final : public Transport {
   WireHeader await_grant(int32_t peer, const Deadline& deadline) override {
     return self_.mailbox.next_grant(peer, deadline);
   }
-  std::byte* remote_buffer(int32_t peer, int64_t buffer) override {
+  std::vector<std::span<std::byte>> remote_buffers(int32_t peer) override {
     State::Member& member = group_->member(peer);
     const std::lock_guard lock(member.mutex);
-    const auto index = static_cast<size_t>(buffer);
-    return index < member.exposed.size() ? member.exposed[index].data() : nullptr;
+    return member.exposed;
   }
   std::span<std::byte> acquire(int32_t peer, int64_t bytes, const Deadline& deadline) override {
     Outgoing& out = self_.outgoing.at(peer);

@@ -53,10 +53,9 @@ void ShmTransport::connected(int32_t peer) {
   enqueue(peer, 0, WireType::kBuffers, std::move(table));
 }
 
-std::byte* ShmTransport::remote_buffer(int32_t peer, int64_t buffer) {
+std::vector<std::span<std::byte>> ShmTransport::remote_buffers(int32_t peer) {
   const std::lock_guard lock(memory_mutex_);
-  const auto& buffers = peers_.at(peer).buffers;
-  return static_cast<size_t>(buffer) < buffers.size() ? buffers[static_cast<size_t>(buffer)].data() : nullptr;
+  return peers_.at(peer).buffers;
 }
 
 // Memory that fits is used again; a larger chunk gets new memory, of which the peer hears first.

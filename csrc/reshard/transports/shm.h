@@ -28,7 +28,7 @@ class ShmTransport final : public SocketEndpoint {
 
   const char* name() const override { return "shm"; }
   bool exposes_buffers() const override { return !table_.empty(); }
-  std::byte* remote_buffer(int32_t peer, int64_t buffer) override;
+  std::vector<std::span<std::byte>> remote_buffers(int32_t peer) override;
   std::span<std::byte> acquire(int32_t peer, int64_t bytes, const Deadline& deadline) override;
   void post(int32_t peer, const WireHeader& header) override;
   void post_direct(int32_t peer, const WireHeader& header) override;

@@ -28,7 +28,7 @@ class TcpTransport final : public SocketEndpoint {
 
   const char* name() const override { return "tcp"; }
   bool exposes_buffers() const override { return false; }
-  std::byte* remote_buffer(int32_t, int64_t) override { return nullptr; }
+  std::vector<std::span<std::byte>> remote_buffers(int32_t) override { return {}; }
   std::span<std::byte> acquire(int32_t peer, int64_t bytes, const Deadline& deadline) override;
   void post(int32_t peer, const WireHeader& header) override;
   void post_direct(int32_t peer, const WireHeader& header) override;
