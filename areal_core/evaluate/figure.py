@@ -10,23 +10,18 @@ import numpy as np
 
 from areal_core.evaluate.metrics import Estimate, pass_at_k
 from areal_core.evaluate.summary import Cell, Summary
+from areal_core.evaluate.table import shorten
 from areal_core.telemetry import svg
 
-__all__ = ["draw_curves", "draw_intervals", "draw_problems", "model_class", "shorten", "solved_counts"]
+__all__ = ["draw_curves", "draw_intervals", "draw_problems", "model_class", "solved_counts"]
 
 _COLOURS = 5
-_NAME_LENGTH = 24
 _MOST_CELLS = 400  # of a row of problems; more are averaged with their neighbours
 
 
 def model_class(index: int) -> str:
     """The style class that gives a model its colour."""
     return f"m{index % _COLOURS}"
-
-
-def shorten(name: str, length: int = _NAME_LENGTH) -> str:
-    """A name cut at its front, where paths of checkpoints are alike."""
-    return name if len(name) <= length else "…" + name[1 - length :]
 
 
 def draw_intervals(summary: Summary, data: str) -> str:

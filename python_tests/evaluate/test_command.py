@@ -177,7 +177,7 @@ def test_a_verifier_that_fails_counts_as_wrong_and_is_named(tmp_path, monkeypatc
     (cell,) = json.loads((tmp_path / "summary.json").read_text())["cells"]
     assert cell["failed"] == len(failed)
     assert cell["pass_at"]["1"]["value"] == cell["reward"]["value"] < 1
-    assert "unverified" in capsys.readouterr().out
+    assert "verifier failed" in capsys.readouterr().out
     assert evaluate(tmp_path) == 0, "and is read back"
 
 
