@@ -27,7 +27,7 @@ def model_class(index: int) -> str:
 def draw_intervals(summary: Summary, data: str) -> str:
     """pass@1 of every model with its interval."""
     cells = [summary.cells[model, data] for model in summary.models]
-    width, left, right, row = 520, 158, 506, 24
+    width, left, right, row = 520, 158, 494, 24
     bottom = 10 + row * len(cells)
     top_value = min(1.0, 1.1 * max(_top(cell.pass_at[1]) for cell in cells) or 1.0)
     x = svg.scale(0.0, top_value, left, right)
@@ -64,7 +64,7 @@ def draw_curves(summary: Summary, data: str) -> str:
         votes = [(x(math.log2(k)), y(estimate.value)) for k, estimate in cell.maj_at.items()]
         if len(votes) > 1:
             parts.append(_group(kind, svg.polyline(votes, "dashed") + "".join(svg.dot(*v, "dot") for v in votes)))
-    return _picture(width, bottom + 38, f"pass@k and maj@k on {data}", parts)
+    return _picture(width, bottom + 44, f"pass@k and maj@k on {data}", parts)
 
 
 def draw_problems(summary: Summary, data: str) -> str:
