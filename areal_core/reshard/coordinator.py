@@ -30,6 +30,7 @@ _SLICE_S = 0.02
 _GREETING_S = 10.0  # for a connection to say who it is
 _SEND_S = 10.0
 _REST_S = 10.0  # for members to come to rest after an abort
+_REASON_S = 0.5  # after the deadline, for members to say what they were waiting for
 _MAX_GREETINGS = 64  # at once
 
 Reply = TypeVar("Reply", Prepared, Ack)
@@ -73,6 +74,7 @@ class Coordinator:
         self._updating = threading.Lock()
         self._epoch = 0
         self._session: list[list[object]] | None = None  # addresses whose data planes are connected to each other
+        self._turned_away = ""
         self._closed = False
         self._server = listen(address)
         self.address = address_of(self._server)
@@ -108,7 +110,7 @@ class Coordinator:
             try:
                 left = max(deadline - time.monotonic(), 0.0)
                 self._tell(channels, Prepare(epoch, version, left, addresses))
-                ended = _Waiting("transfer", epoch, deadline, cancelled, progress)
+                ended = _Waiting("transfer", epoch, deadline + _REASON_S, cancelled, progress)
                 prepared = {key: reply for key, (reply, _) in ended.gather(channels, Prepared).items()}
                 self._session = addresses
             except ArealError as error:
@@ -185,7 +187,8 @@ class Coordinator:
                     raise CancelledError("update: cancelled while members were missing")
                 if time.monotonic() >= deadline:
                     names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if missing[8:] else "")
-                    raise DeadlineError(f"update: expected {names} to say hello in time, got nothing")
+                    away = f" (but one that was turned away: {self._turned_away})" if self._turned_away else ""
+                    raise DeadlineError(f"update: expected {names} to say hello in time, got nothing{away}")
                 self._changed.wait(_SLICE_S)
             return dict(self._present)
 
@@ -214,6 +217,7 @@ class Coordinator:
             channel = Channel(plain, self._token, peer="a member", accepting=True, timeout=_GREETING_S)  # type: ignore[arg-type]
             hello = channel.receive(_GREETING_S)
             if refusal := self._refusal(hello):
+                self._turned_away = refusal
                 channel.send(Abort(0, refusal), _GREETING_S)
                 channel.close()
                 return
@@ -227,7 +231,8 @@ class Coordinator:
                 if not self._closed:
                     self._present[key] = channel, hello
                 self._changed.notify_all()
-        except ArealError:
+        except ArealError as error:
+            self._turned_away = str(error)
             if channel is not None:
                 channel.close()
         finally:

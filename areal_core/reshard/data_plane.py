@@ -7,13 +7,14 @@ make new ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 
 from torch import Tensor
 
 from areal_core.errors import CancelledError
+from areal_core.reshard.control import MIN_TOKEN_BYTES
 from areal_core.reshard.control_messages import Prepare
 from areal_core.reshard.draft import Draft
 from areal_core.reshard.executor import Executor
@@ -22,7 +23,7 @@ from areal_core.reshard.plan import Plan
 from areal_core.reshard.transports import ShmTransport, TcpTransport
 from areal_core.reshard.version_store import VersionStore
 
-__all__ = ["DEFAULT_OPTIONS", "DataPlane", "DataPlaneOptions"]
+__all__ = ["DEFAULT_OPTIONS", "DataPlane", "DataPlaneOptions", "check_member"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,21 @@ class DataPlaneOptions:
 DEFAULT_OPTIONS = DataPlaneOptions()
 
 
+def check_member(call: str, plan: Plan, rank: int, ranks: Sequence[int], token: bytes, transport: str) -> None:
+    """Raise ValueError for what would be found out only in a thread of the member."""
+    if both := sorted(set(plan.source.ranks) & set(plan.target.ranks)):
+        raise ValueError(
+            f"{call}: expected trainer and generator ranks that are processes of their own, got rank {both[0]} on both "
+            "sides of the plan (number the generator's ranks behind the trainer's, or move the bytes with an Executor)"
+        )
+    if rank not in ranks:
+        raise ValueError(f"{call}: expected one of the ranks {ranks[0]} to {ranks[-1]}, got rank {rank}")
+    if transport not in ("shm", "tcp"):
+        raise ValueError(f"{call}: expected transport 'shm' or 'tcp', got {transport!r}")
+    if len(token) < MIN_TOKEN_BYTES:
+        raise ValueError(f"{call}: expected a token of at least {MIN_TOKEN_BYTES} bytes, got {len(token)}")
+
+
 class DataPlane:
     """Made with the tensors of a source rank, or with the store of a target rank."""
 
@@ -67,10 +83,8 @@ class DataPlane:
         self._transport: TcpTransport | ShmTransport
         if transport == "tcp":
             self._transport = TcpTransport(rank, token, host=options.host, streams=options.streams)
-        elif transport == "shm":
-            self._transport = ShmTransport(rank, token, exposed=store.exposed() if store is not None else ())
         else:
-            raise ValueError(f"expected transport 'shm' or 'tcp', got {transport!r}")
+            self._transport = ShmTransport(rank, token, exposed=store.exposed() if store is not None else ())
         self._executor: Executor | None = self._make_executor() if sources is not None else None
         self._cancelled = False
         self._connected = False

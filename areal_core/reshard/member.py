@@ -95,6 +95,9 @@ class Member:
                 self._follow(channel)
             except ArealError as error:
                 self._forget(f"lost the coordinator: {error}")
+            except (OSError, ValueError) as error:  # of a data plane that can't be made
+                self.refusal = f"{type(error).__name__}: {error}"
+                self._part.abort(self.refusal)
             finally:
                 channel.close()
             lost_at = time.monotonic()

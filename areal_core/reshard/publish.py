@@ -27,7 +27,7 @@ from areal_core.errors import ArealError, CancelledError, ClosedError, DeadlineE
 from areal_core.reshard.arena import ArenaTensors
 from areal_core.reshard.control_messages import Hello, Prepare
 from areal_core.reshard.coordinator import Coordinator, MemberKey, MemberReport
-from areal_core.reshard.data_plane import DEFAULT_OPTIONS, DataPlane, DataPlaneOptions
+from areal_core.reshard.data_plane import DEFAULT_OPTIONS, DataPlane, DataPlaneOptions, check_member
 from areal_core.reshard.member import Member, Transferred
 from areal_core.reshard.plan import Plan
 
@@ -144,6 +144,7 @@ class WeightSender:
         snapshot: bool = False,
         options: DataPlaneOptions = DEFAULT_OPTIONS,
     ) -> None:
+        check_member("WeightSender", plan, rank, plan.source.ranks, token, transport)
         self._plan, self._rank = plan, rank
         self._live = dict(tensors)
         specs = plan.source.buffers(rank)
@@ -171,12 +172,16 @@ class WeightSender:
         The tensors must not change until `Update.wait` has returned (with snapshot=True: until this has returned).
         timeout: seconds for the whole transfer, that of the rank that coordinates.
 
-        Raises: ValueError for a version below 0; ClosedError.
+        A version below the last is a rollback, and readers see it as any other. What was published before and has not
+        begun to move is replaced: its `wait` raises CancelledError.
+
+        Raises: ValueError for a version below 0, and while an earlier one is being sent; ClosedError.
         """
         if self._closed:
             raise ClosedError("WeightSender.publish: expected an open sender, got a closed one")
         if version < 0:
             raise ValueError(f"WeightSender.publish: expected version >= 0, got {version}")
+        self._part.withdraw(version)
         if self._copies is not None:
             for name, copy in self._copies.items():
                 copy.copy_(self._live[name].detach())
@@ -238,7 +243,9 @@ class _SenderPart:
         self._plan, self._rank = plan, rank
         self._make_plane = partial(DataPlane, plan, rank, token, transport, options, sources=tensors)
         self._plane: DataPlane | None = None
-        self._offered: Update | None = None
+        self._offered: Update | None = None  # ready to be sent
+        self._sending: Update | None = None
+        self._ordered = -1  # the version that the coordinator asks for
         self._changed = threading.Condition()
         self._is_coordinating = rank == plan.source.ranks[0]
 
@@ -249,13 +256,24 @@ class _SenderPart:
         layout = self._plan.source.digest
         return Hello("sender", self._rank, layout, self._plan.digest, self._plane.address, epoch)
 
-    def offer(self, update: Update) -> None:
-        """The weights are ready for this update; one offered before and not taken is over."""
+    def withdraw(self, version: int) -> None:
+        """Before the weights become this version: what was offered and is not being sent is over."""
         with self._changed:
-            earlier, self._offered = self._offered, update
-            self._changed.notify_all()
+            if self._sending is not None:
+                raise ValueError(
+                    f"WeightSender.publish: expected version {self._sending.version} to have ended before version "
+                    f"{version} (Update.wait, Update.cancel), got it under way"
+                )
+            earlier, self._offered = self._offered, None
         if earlier is not None:
-            earlier._end(CancelledError(f"publish: version {earlier.version} was replaced by version {update.version}"))
+            earlier.cancel()
+            earlier._end(CancelledError(f"publish: version {earlier.version} was replaced by version {version}"))
+
+    def offer(self, update: Update) -> None:
+        """The weights are ready for this update."""
+        with self._changed:
+            self._offered = update
+            self._changed.notify_all()
 
     def bytes(self) -> tuple[int, int]:
         """Sent, and to be sent."""
@@ -265,12 +283,14 @@ class _SenderPart:
         """Wait for the offer, then send."""
         deadline = time.monotonic() + order.timeout_s
         with self._changed:
+            self._ordered = order.version
             while self._offered is None or self._offered.version != order.version:
                 if cancelled.is_set():
                     raise CancelledError("publish: aborted before the weights were ready")
                 if time.monotonic() >= deadline:
                     raise DeadlineError(f"expected publish({order.version}) on sender {self._rank} in time, got none")
                 self._changed.wait(_SLICE_S)
+            self._sending, self._offered = self._offered, None
         assert self._plane is not None
         return self._plane.run(order, cancelled, deadline)
 
@@ -296,7 +316,10 @@ class _SenderPart:
 
     def _take(self, error: ArealError | None) -> None:
         with self._changed:
-            update, self._offered = self._offered, None
+            update, self._sending = self._sending, None
+            if update is None and self._offered is not None and self._ordered in (-1, self._offered.version):
+                update, self._offered = self._offered, None
+            self._ordered = -1
         if update is not None and not self._is_coordinating:  # there the coordinator says more
             update._end(error)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from areal_core.errors import CancelledError, DeadlineError
 from areal_core.reshard.control_messages import Hello, Prepare
-from areal_core.reshard.data_plane import DEFAULT_OPTIONS, DataPlane, DataPlaneOptions
+from areal_core.reshard.data_plane import DEFAULT_OPTIONS, DataPlane, DataPlaneOptions, check_member
 from areal_core.reshard.draft import Draft
 from areal_core.reshard.member import Member, Transferred
 from areal_core.reshard.plan import Plan
@@ -32,6 +32,7 @@ from areal_core.reshard.version_store import VersionStore
 __all__ = ["WeightReceiver"]
 
 _SLICE_S = 0.1
+_SHARE_FOR_PINS = 0.9  # of an update's time, to wait for readers: before senders give up, so that the pins are named
 
 
 class WeightReceiver:
@@ -60,6 +61,7 @@ class WeightReceiver:
         pause: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         options: DataPlaneOptions = DEFAULT_OPTIONS,
     ) -> None:
+        check_member("WeightReceiver", plan, rank, plan.target.ranks, token, transport)
         specs = plan.target.buffers(rank)
         self.store = VersionStore.create(specs) if store is None else store
         if self.store.specs != specs:
@@ -127,7 +129,7 @@ class _ReceiverPart:
         """Wait until nobody reads the inactive arena and fill it."""
         assert self._plane is not None
         deadline = time.monotonic() + order.timeout_s
-        self._draft = self._open_draft(order, cancelled, deadline)
+        self._draft = self._open_draft(order, cancelled, deadline - (1.0 - _SHARE_FOR_PINS) * order.timeout_s)
         done = self._plane.run(order, cancelled, deadline, draft=self._draft)
         return done._replace(digest=self._draft.seal()) if self._seals else done
 

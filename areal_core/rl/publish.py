@@ -1,4 +1,9 @@
-"""Publication of weights to the generators of this machine, while they go on generating."""
+"""Publication of weights to the generators of this machine, while they go on generating.
+
+Trainer and generators hold the weights alike here, whole and under the same names, so that there is nothing to reshard:
+one copy into memory that all generators map is all that moves, and no receiver has to copy it again. Layouts that
+differ, and ranks that are processes of their own, go through areal_core.reshard.WeightSender and WeightReceiver.
+"""
 
 from __future__ import annotations
 

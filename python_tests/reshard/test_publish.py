@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from areal_core.errors import CancelledError, ClosedError, CorruptedError, DeadlineError, PeerError
 from areal_core.reshard.data_plane import DataPlaneOptions
+from areal_core.reshard.plan import plan
 from areal_core.reshard.publish import Update, WeightSender
 from areal_core.reshard.receive import WeightReceiver
 
@@ -154,10 +156,9 @@ def test_a_reader_keeps_its_version_during_an_update_and_later(group: Group) -> 
         expect_tensors(snapshot.tensors, 0, rank)
         assert group.receivers[rank].store.version() == 1
         group.set_weights(2)
-        late = [sender.publish(2, timeout=0.5) for sender in group.senders.values()]
-        with pytest.raises(
-            (DeadlineError, PeerError), match=rf"(receiver|rank) {rank}"
-        ):  # the arena is still being read
+        late = [sender.publish(2, timeout=1.0) for sender in group.senders.values()]
+        pinned = rf"receiver {rank}: DeadlineError: .*pins on version 0 .* pinned by .*{os.getpid()}"
+        with pytest.raises(PeerError, match=pinned):  # the arena is still being read
             late[0].wait(20.0)
         expect_tensors(snapshot.tensors, 0, rank)
     group.publish(2)[0].wait(20.0)
@@ -187,6 +188,73 @@ def test_an_update_can_be_cancelled(group: Group) -> None:
     group.expect(0)
     group.publish(1)[0].wait(20.0)
     group.expect(1)
+
+
+def test_what_has_not_begun_to_move_is_replaced(group: Group) -> None:
+    replaced = group.senders[1].publish(1)  # sender 0, which coordinates, has not published it
+    group.publish(2)[0].wait(20.0)
+    with pytest.raises(CancelledError, match="version 1 was replaced by version 2"):
+        replaced.wait(20.0)
+    group.expect(2)
+
+
+def test_no_second_version_is_published_while_one_is_sent(group: Group) -> None:
+    first = group.senders[0].publish(1)
+    second = group.senders[1].publish(1)  # sender 2 publishes nothing, so that version 1 stays under way
+    for rank in (0, 1):
+        while group.senders[rank]._part._sending is None:
+            os.sched_yield()
+        with pytest.raises(ValueError, match="expected version 1 to have ended before version 2"):
+            group.senders[rank].publish(2)
+    first.cancel()
+    for update in (first, second):
+        with pytest.raises((CancelledError, PeerError), match="cancelled"):
+            update.wait(20.0)
+    group.publish(2)[0].wait(20.0)
+    group.expect(2)
+
+
+def test_versions_may_go_back(group: Group) -> None:
+    for version in (7, 3):
+        group.publish(version)[0].wait(20.0)
+        group.expect(version)
+
+
+def test_who_was_turned_away_is_told(tmp_path: Path) -> None:
+    group = Group(f"unix:{tmp_path}/c", "shm")
+    rank = RANKS[0]
+    group.receivers[rank].close()
+    group.receivers[rank] = WeightReceiver(group.plan, rank, coordinator=group.address, token=b"some other token")
+    update = group.senders[0].publish(1, timeout=1.0)
+    with pytest.raises(DeadlineError, match=f"receiver {rank} to say hello.*turned away.*another token"):
+        update.wait(20.0)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "message"),
+    [
+        (1, {"transport": "pigeon"}, "transport 'shm' or 'tcp', got 'pigeon'"),
+        (1, {"token": b"short"}, "at least 16 bytes, got 5"),
+        (4, {}, "one of the ranks 0 to 2, got rank 4"),
+    ],
+)
+def test_what_only_a_thread_would_find_is_refused_at_once(rank: int, change: dict[str, Any], message: str) -> None:
+    given = {"coordinator": "unix:/nowhere", "token": TOKEN} | change
+    with pytest.raises(ValueError, match=f"WeightSender: expected .*{message}"):
+        WeightSender(make_plan(), rank, source_part(0, 1), **given)
+    if rank == 1:
+        with pytest.raises(ValueError, match=f"WeightReceiver: expected .*{message}"):
+            WeightReceiver(make_plan(), RANKS[0], **given)
+
+
+def test_a_rank_on_both_sides_is_refused() -> None:
+    layout = make_plan().source
+    both = plan(layout, layout)
+    with pytest.raises(ValueError, match="got rank 0 on both sides"):
+        WeightSender(both, 0, source_part(0, 0), coordinator="unix:/nowhere", token=TOKEN)
+    with pytest.raises(ValueError, match="got rank 0 on both sides"):
+        WeightReceiver(both, 0, coordinator="unix:/nowhere", token=TOKEN)
 
 
 def test_a_receiver_that_starts_anew_joins_the_next_update(group: Group) -> None:

@@ -7,6 +7,7 @@ on every rank; the retry succeeds, and the survivors hold no more descriptors an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import mmap
@@ -26,7 +27,7 @@ from areal_core.reshard import VersionStore
 from areal_core.reshard.layout import Layout, TensorLayout
 from areal_core.reshard.placements import Mesh, Shard
 from areal_core.reshard.plan import Plan, plan
-from areal_core.reshard.publish import WeightSender
+from areal_core.reshard.publish import Update, WeightSender
 from areal_core.reshard.receive import WeightReceiver
 from areal_core.reshard.spec import Spec
 
@@ -73,8 +74,12 @@ def send(rank: int, address: str, transport: str, pipe: Connection) -> None:
     with WeightSender(
         make_plan(), rank, {"w": weights}, coordinator=address, token=TOKEN, transport=transport
     ) as sender:
+        update: Update | None = None
         while True:
             version, fatal_chunk = pipe.recv()
+            if update is not None and sender._part._sending is update:  # it has not yet heard of the end of this one
+                with contextlib.suppress(ArealError):
+                    update.wait(20.0)
             weights.copy_(whole(version)[rank * ROWS // 2 : (rank + 1) * ROWS // 2])
             if fatal_chunk is not None:
                 forbid_page(weights.data_ptr() + fatal_chunk * ROWS // 2 // CHUNKS * COLUMNS * 4)
