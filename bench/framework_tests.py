@@ -50,6 +50,8 @@ TESTS: dict[str, tuple[list[str], str]] = {
             "tests/test_seqpack.py",
             "tests/test_adv_norm_config.py",
             "tests/test_ppo_stats.py",
+            "tests/test_rejection_sampling.py",
+            "tests/test_prox_approx.py",
         ],
         "",
     ),
