@@ -33,7 +33,10 @@ def test_what_nobody_understands_is_refused(arguments, capsys):
     ("override", "text"),
     [
         ("model.path=nowhere", "model.path: expected a model directory or one of chain_policy, got 'nowhere'"),
-        ("task.name=chess", "get_task: expected a task among chain_arithmetic, jsonl, parquet, reasoning_gym, got 'chess'"),
+        (
+            "task.name=chess",
+            "get_task: expected a task among chain_arithmetic, jsonl, parquet, reasoning_gym, got 'chess'",
+        ),
         ("task.name=jsonl", "get_task: expected option path of jsonl, got None"),
         ("task={name: jsonl, options: {path: x.jsonl}}", "task.options.path: expected an existing file, got 'x.jsonl'"),
         ("task.options.depth=3", "get_task: expected options of chain_arithmetic among min_terms, "),
