@@ -25,6 +25,8 @@ class RolloutConfig:
         truncated: what a response cut by max_new_tokens is worth: its reward as verified (keep), none, its tokens
             masked from the loss (mask), or a reward of 0 (penalise).
         reward_timeout_s: seconds a verifier may take before its sample is excluded.
+        reward_workers: processes that verify, for each generator; 0: the generator itself, which does not decode
+            meanwhile and can only interrupt verifiers in Python.
     """
 
     group_size: int = 8
@@ -34,6 +36,7 @@ class RolloutConfig:
     on_stale: Literal["withhold", "drop", "resubmit"] = "withhold"
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     reward_timeout_s: float = 5.0
+    reward_workers: int = 0
 
     def __post_init__(self) -> None:
         _require(self.group_size >= 1, "rollout.group_size", ">= 1", self.group_size)
@@ -48,6 +51,7 @@ class RolloutConfig:
             "a whole number when rollout.eta is inf (what else would pace sampling?)",
             self.pipeline_depth,
         )
+        _require(self.reward_workers >= 0, "rollout.reward_workers", ">= 0", self.reward_workers)
         timeout = self.reward_timeout_s
         _require(0 < timeout < math.inf, "rollout.reward_timeout_s", "a finite number > 0", timeout)
 

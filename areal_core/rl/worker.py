@@ -2,7 +2,7 @@
 
 It holds no state that the trainer process could not rebuild: when it dies, its prompts are sampled again elsewhere.
 
-    requests (pipe) -> engine -> reward -> reports (pipe)
+    requests (pipe) -> engine -> reward (here, or in a pool) -> reports (pipe)
                         ^
                         +-- version store, looked at between decode steps
 """
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -25,12 +26,14 @@ from areal_core.model import DecoderConfig, Tokenizer
 from areal_core.reshard import VersionStore
 from areal_core.rl.config import GenerateConfig, RolloutConfig, TaskConfig
 from areal_core.rl.messages import GeneratorReport, PromptRequest, SampleBatch, Stop
+from areal_core.rl.reward_pool import RewardPool
 from areal_core.rl.workflow import SingleTurnWorkflow
 from areal_core.tasks import Problem, get_task
 from areal_core.telemetry import SpanRecorder, now_us
 
 __all__ = ["GeneratorSpec", "generator_main"]
 
+_POOL_WAIT_S = 0.01  # between looks at the requests while there is nothing to do but to wait for rewards
 _REPORT_INTERVAL_S = 0.25  # a report at least this often while alive, so that the trainer sees a stall
 
 
@@ -55,8 +58,8 @@ def generator_main(spec: GeneratorSpec, store: VersionStore, connection: Connect
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(spec.generate.threads)
     try:
-        with store:
-            Generator(spec, store, connection).run()
+        with store, Generator(spec, store, connection) as generator:
+            generator.run()
     except Exception as error:
         with contextlib.suppress(OSError):
             connection.send(GeneratorReport(version=-1, error=f"{type(error).__name__}: {error}"))
@@ -89,6 +92,15 @@ class Generator:
             seed=spec.seed,
         )
         self.greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        self.pool: RewardPool | None = None
+        if spec.rollout.reward_workers:
+            self.pool = RewardPool(
+                partial(get_task, spec.task.name, **spec.task.options),
+                workers=spec.rollout.reward_workers,
+                timeout_s=spec.rollout.reward_timeout_s,
+            )
+        self._judging: dict[int, tuple[Problem, GeneratedSample]] = {}  # by ticket of the pool
+        self._next_ticket = 0
         self.problems: dict[int, tuple[Problem, int]] = {}  # request -> its problem, samples still to come
         self.activity = _Activity()
         self.counters = dict.fromkeys(("interrupted", "recomputed_tokens", "weight_updates", "verify_s"), 0.0)
@@ -97,15 +109,22 @@ class Generator:
         self._inbox: queue.SimpleQueue[list[PromptRequest] | Stop] = queue.SimpleQueue()
         threading.Thread(target=self._read_pipe, name="requests", daemon=True).start()
 
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
     def run(self) -> None:
         """Receive, update weights, decode, report; returns on `Stop` or when the trainer's end of the pipe closes."""
         try:
             self.store.wait(0, timeout=60.0)
             while self._receive():
                 self._update_weights()
-                finished = self._decode()
+                finished, rewards = self._reward(self._decode())
                 if finished or time.monotonic() - self._last_report > _REPORT_INTERVAL_S:
-                    self._report(finished)
+                    self._send(SampleBatch.of(finished, rewards) if finished else None)
         except (BrokenPipeError, ConnectionResetError):
             return  # the trainer process is gone
 
@@ -118,7 +137,7 @@ class Generator:
 
     def _receive(self) -> bool:
         """Take the requests that have come, waiting a moment when there is nothing to decode; False to stop."""
-        while not self._inbox.empty() or not self._busy:
+        while not self._inbox.empty() or not (self._busy or self._judging):
             if self._inbox.empty():
                 self.activity.enter("idle")
             try:
@@ -158,15 +177,53 @@ class Generator:
         self.activity.enter("generate")
         return self.engine.decode(self.spec.generate.steps_per_poll)
 
-    def _report(self, finished: list[GeneratedSample]) -> None:
+    def _reward(self, finished: list[GeneratedSample]) -> tuple[list[GeneratedSample], list[float]]:
+        """Responses that have their rewards: these, or with a pool those that it has judged meanwhile."""
+        if self.pool is not None:
+            return self._reward_in(self.pool, finished)
         rewards = []
         for sample in finished:
             start = time.monotonic()
-            rewards.append(self._score(sample))
+            rewards.append(self.workflow.reward(self._problem_of(sample), sample))
             self.counters["verify_s"] += time.monotonic() - start
-            if time.monotonic() - self._last_report > _REPORT_INTERVAL_S:
-                self._send(None)  # slow verifiers are no stall
-        self._send(SampleBatch.of(finished, rewards) if finished else None)
+            self._stay_alive()
+        return finished, rewards
+
+    def _reward_in(
+        self, pool: RewardPool, finished: list[GeneratedSample]
+    ) -> tuple[list[GeneratedSample], list[float]]:
+        samples, rewards = [], []
+
+        def collect(wait_s: float) -> None:
+            for ticket, reward, error in pool.poll(wait_s):
+                problem, sample = self._judging.pop(ticket)
+                samples.append(sample)
+                rewards.append(reward)
+                if error:
+                    self.workflow.last_error = f"problem {problem.problem_id}: {error}"
+
+        for sample in finished:
+            problem = self._problem_of(sample)
+            if self.workflow.is_penalised(sample):
+                samples.append(sample)
+                rewards.append(0.0)
+                continue
+            while pool.full:  # decoding waits for verifiers that cannot keep up at all
+                collect(_POOL_WAIT_S)
+                self._stay_alive()
+            self._judging[self._next_ticket] = (problem, sample)
+            pool.submit(self._next_ticket, problem, self.workflow.response_text(sample))
+            self._next_ticket += 1
+        if not self._busy:
+            self.activity.enter("idle")
+        collect(0.0 if self._busy else _POOL_WAIT_S)
+        self.counters["verify_s"] = pool.counters["verify_s"]
+        return samples, rewards
+
+    def _stay_alive(self) -> None:
+        """Slow verifiers are no stall."""
+        if time.monotonic() - self._last_report > _REPORT_INTERVAL_S:
+            self._send(None)
 
     def _send(self, samples: SampleBatch | None) -> None:
         stats = self.engine.stats()
@@ -186,11 +243,11 @@ class Generator:
         )
         self._last_report = time.monotonic()
 
-    def _score(self, sample: GeneratedSample) -> float:
+    def _problem_of(self, sample: GeneratedSample) -> Problem:
         problem, left = self.problems.pop(sample.request_id)
         if left > 1:
             self.problems[sample.request_id] = (problem, left - 1)
-        return self.workflow.reward(problem, sample)
+        return problem
 
 
 class _Activity:

@@ -60,6 +60,10 @@ class SingleTurnWorkflow:
             )
         return np.asarray(ids, dtype=np.int32)
 
+    def is_penalised(self, sample: GeneratedSample) -> bool:
+        """Whether a response is worth 0 because it was cut, whatever it says."""
+        return sample.finish_reason == "length" and self.config.truncated == "penalise"
+
     def response_text(self, sample: GeneratedSample) -> str:
         """What the verifier sees: the text up to the stop token, never the stop token itself."""
         ids = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
@@ -67,12 +71,12 @@ class SingleTurnWorkflow:
 
     def reward(self, problem: Problem, sample: GeneratedSample) -> float:
         """The verified reward of a response; NaN when the verifier raises or takes too long (`last_error` says why)."""
-        if sample.finish_reason == "length" and self.config.truncated == "penalise":
+        if self.is_penalised(sample):
             return 0.0
         try:
             with _deadline(self.config.reward_timeout_s):
                 reward = float(self.task.verify(problem, self.response_text(sample)))
-        except Exception as error:  # a verifier is user code: whatever it raises excludes this sample, and only it
+        except (Exception, _VerifierTimeoutError) as error:  # whatever it raises excludes this sample, and only it
             self.last_error = f"problem {problem.problem_id}: the verifier raised {type(error).__name__}: {error}"
             return math.nan
         if not math.isfinite(reward):
@@ -81,8 +85,8 @@ class SingleTurnWorkflow:
         return reward
 
 
-class _VerifierTimeoutError(Exception):
-    pass
+class _VerifierTimeoutError(BaseException):
+    """No Exception, which a verifier might catch and take for a wrong answer."""
 
 
 @contextmanager
