@@ -36,8 +36,9 @@ class DataSet:
 def load_data_sets(specs: Sequence[str], problems: int | None = None) -> list[DataSet]:
     """Read every ``[LABEL=]SOURCE[:key=value,...]``.
 
-    A source is a file with one problem a line (options are those of the task ``jsonl``), or a task by name, whose
-    held-out problems are taken (options are its own). The label is the name of the file, or the task as it is written.
+    A source is a file of problems, JSON Lines or Parquet (options are those of the task ``jsonl``), or a task by name,
+    whose held-out problems are taken (options are its own). The label is the name of the file, or the task as it is
+    written.
 
     Args:
         specs: as on the command line.
@@ -67,8 +68,8 @@ def _load(spec: str, problems: int | None) -> DataSet:
     label, rest = split_label(spec)
     source, options = _split_options(rest)
     path = Path(source)
-    if path.is_file() or path.suffix:
-        task = get_task("jsonl", path=source, eval_path=source, **options)
+    if path.is_file() or path.suffix in (".jsonl", ".parquet"):
+        task = get_task("parquet" if path.suffix == ".parquet" else "jsonl", path=source, eval_path=source, **options)
         default_label = path.stem
     else:
         task, default_label = get_task(source, **options), rest

@@ -10,12 +10,12 @@ import numpy as np
 
 from areal_core.evaluate.metrics import Estimate, pass_at_k
 from areal_core.evaluate.summary import Cell, Summary
+from areal_core.evaluate.table import shorten
 from areal_core.telemetry import svg
 
-__all__ = ["draw_curves", "draw_intervals", "draw_problems", "model_class", "shorten", "solved_counts"]
+__all__ = ["draw_curves", "draw_intervals", "draw_problems", "model_class", "solved_counts"]
 
 _COLOURS = 5
-_NAME_LENGTH = 24
 _MOST_CELLS = 400  # of a row of problems; more are averaged with their neighbours
 
 
@@ -24,15 +24,10 @@ def model_class(index: int) -> str:
     return f"m{index % _COLOURS}"
 
 
-def shorten(name: str, length: int = _NAME_LENGTH) -> str:
-    """A name cut at its front, where paths of checkpoints are alike."""
-    return name if len(name) <= length else "…" + name[1 - length :]
-
-
 def draw_intervals(summary: Summary, data: str) -> str:
     """pass@1 of every model with its interval."""
     cells = [summary.cells[model, data] for model in summary.models]
-    width, left, right, row = 520, 158, 506, 24
+    width, left, right, row = 520, 158, 494, 24
     bottom = 10 + row * len(cells)
     top_value = min(1.0, 1.1 * max(_top(cell.pass_at[1]) for cell in cells) or 1.0)
     x = svg.scale(0.0, top_value, left, right)
@@ -69,7 +64,7 @@ def draw_curves(summary: Summary, data: str) -> str:
         votes = [(x(math.log2(k)), y(estimate.value)) for k, estimate in cell.maj_at.items()]
         if len(votes) > 1:
             parts.append(_group(kind, svg.polyline(votes, "dashed") + "".join(svg.dot(*v, "dot") for v in votes)))
-    return _picture(width, bottom + 38, f"pass@k and maj@k on {data}", parts)
+    return _picture(width, bottom + 44, f"pass@k and maj@k on {data}", parts)
 
 
 def draw_problems(summary: Summary, data: str) -> str:

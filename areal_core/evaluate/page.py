@@ -45,7 +45,7 @@ def render_page(summary: Summary, data_sets: Sequence[DataSet], results: Results
 
 def _title(summary: Summary) -> str:
     if len(summary.models) == 1:
-        return f"{figure.shorten(summary.models[0], 60)} on {', '.join(summary.data)}"
+        return f"{table.shorten(summary.models[0], 60)} on {', '.join(summary.data)}"
     return f"{len(summary.models)} models on {', '.join(summary.data)}"
 
 
@@ -96,7 +96,7 @@ def _problems(summary: Summary) -> str:
         counts = []
         for model in summary.models:
             always, sometimes, never = figure.solved_counts(summary.cells[model, data])
-            counts.append(f"{figure.shorten(model)}: {always} always right, {sometimes} sometimes, {never} never")
+            counts.append(f"{table.shorten(model)}: {always} always right, {sometimes} sometimes, {never} never")
         parts.append(
             f'<h3>{html.escape(data)}</h3><figure class="wide">{figure.draw_problems(summary, data)}</figure>'
             f'<p class="note">{html.escape("; ".join(counts))}.</p>'
@@ -119,7 +119,7 @@ def _plain_table(detail: table.Table) -> str:
     for row in detail.rows:
         numbers = "".join(f'<td class="number">{_number(cell)}</td>' for cell in row[1:])
         body += f"<tr><td>{html.escape(row[0])}</td>{numbers}</tr>"
-    note = f'<p class="note">In percent, with {CONFIDENCE:.0%} intervals; tokens of a response, the stop token too.</p>'
+    note = f'<p class="note">Brackets: {CONFIDENCE:.0%} intervals. The stop token counts as one of a response.</p>'
     title = f"<h3>{html.escape(detail.title)}</h3>"
     return f'{title}<div class="scroll"><table class="plain"><tr>{head}</tr>{body}</table></div>{note}'
 
@@ -147,7 +147,7 @@ def _response(model: str, share: float, responses: Sequence[Response]) -> str:
     text = shown.text if len(shown.text) <= _SHOWN_LETTERS else f"{shown.text[:_SHOWN_LETTERS]} …"
     end = "cut" if shown.finish == "length" else "ended"
     return (
-        f"<article><p>{html.escape(figure.shorten(model, 40))}: {percent(share)} of {len(responses)} right; the first, "
+        f"<article><p>{html.escape(table.shorten(model, 40))}: {percent(share)} of {len(responses)} right; the first, "
         f"{end} after {shown.tokens} tokens:</p>"
         f'<div class="sample-text">{html.escape(text)}</div></article>'
     )

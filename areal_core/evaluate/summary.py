@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.errors import ConfigError
-from areal_core.evaluate.answers import Answering
+from areal_core.evaluate.answers import Answering, votes
 from areal_core.evaluate.data import DataSet
 from areal_core.evaluate.metrics import Estimate, bootstrap, is_right, majority_at_k, pass_at_k
 from areal_core.evaluate.results import ModelSource, Response, Results, SamplingSettings
@@ -108,7 +108,7 @@ def _cell(model: str, data: DataSet, rows: Sequence[Sequence[Response]], ks: Seq
     for k in ks:
         quantities[f"pass@{k}"] = pass_at_k(right.sum(axis=1), samples, k)
         if isinstance(data.task, Answering):
-            answers = [[r.answer for r in row] for row in rows]
+            answers = [votes([r.answer for r in row], w) for row, w in zip(rows, right.tolist(), strict=True)]
             quantities[f"maj@{k}"] = [
                 majority_at_k(a, w.astype(float).tolist(), k) for a, w in zip(answers, right, strict=True)
             ]

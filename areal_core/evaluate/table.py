@@ -9,7 +9,9 @@ from typing import NamedTuple
 from areal_core.evaluate.metrics import Estimate
 from areal_core.evaluate.summary import CONFIDENCE, Cell, Summary
 
-__all__ = ["Table", "caption", "details", "markdown", "overview", "text"]
+__all__ = ["Table", "caption", "details", "markdown", "overview", "shorten", "text", "with_interval"]
+
+_NAME_LENGTH = 24
 
 
 class Table(NamedTuple):
@@ -30,12 +32,11 @@ def overview(summary: Summary) -> Table:
 
 
 def details(summary: Summary) -> Iterator[Table]:
-    """For every data set all that was estimated, a model a row."""
+    """For every data set all that was estimated, a model a column."""
     for data in summary.data:
         cells = [summary.cells[model, data] for model in summary.models]
-        columns = _columns(cells)
-        rows = [(cell.model, *(column[1][index] for column in columns)) for index, cell in enumerate(cells)]
-        yield Table(f"{data}, {cells[0].problems} problems", ("model", *(name for name, _ in columns)), rows)
+        head = ("", *(shorten(cell.model) for cell in cells))
+        yield Table(f"{data}, {cells[0].problems} problems", head, list(_quantities(cells)))
 
 
 def caption(summary: Summary) -> str:
@@ -83,17 +84,24 @@ def with_interval(estimate: Estimate, *, signed: bool = False) -> str:
     return f"{value} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
-def _columns(cells: Sequence[Cell]) -> list[tuple[str, list[str]]]:
-    """Heading and cells of every column."""
-    columns = [(f"pass@{k}", [with_interval(cell.pass_at[k]) for cell in cells]) for k in cells[0].pass_at]
-    columns += [(f"maj@{k}", [with_interval(cell.maj_at[k]) for cell in cells]) for k in cells[0].maj_at if k > 1]
+def shorten(name: str, length: int = _NAME_LENGTH) -> str:
+    """A name cut at its front, where paths of checkpoints are alike."""
+    return name if len(name) <= length else "…" + name[1 - length :]
+
+
+def _quantities(cells: Sequence[Cell]) -> Iterator[tuple[str, ...]]:
+    """Rows of the detailed table: a name, and a text for every cell."""
+    for k in cells[0].pass_at:
+        yield f"pass@{k}, %", *(with_interval(cell.pass_at[k]) for cell in cells)
+    for k in cells[0].maj_at:
+        if k > 1:
+            yield f"maj@{k}, %", *(with_interval(cell.maj_at[k]) for cell in cells)
     if len(cells) > 1:
         gains = ["" if cell.gain is None else with_interval(cell.gain, signed=True) for cell in cells]
-        columns.append(("pass@1 gained", gains))
+        yield "pass@1 gained, points", *gains
     if any(abs(cell.reward.value - cell.pass_at[1].value) > 1e-9 for cell in cells):
-        columns.append(("reward", [f"{cell.reward.value:.3f}" for cell in cells]))
-    columns.append(("truncated", [f"{100 * cell.truncated.value:.1f}" for cell in cells]))
-    columns.append(("tokens", [f"{cell.tokens.value:.1f}" for cell in cells]))
+        yield "mean reward", *(f"{cell.reward.value:.3f}" for cell in cells)
+    yield "truncated, %", *(f"{100 * cell.truncated.value:.1f}" for cell in cells)
+    yield "tokens of a response", *(f"{cell.tokens.value:.1f}" for cell in cells)
     if any(cell.failed for cell in cells):
-        columns.append(("unverified", [str(cell.failed) for cell in cells]))
-    return columns
+        yield "verifier failed", *(str(cell.failed) for cell in cells)

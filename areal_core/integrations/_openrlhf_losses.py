@@ -70,6 +70,8 @@ def policy_loss(
     totals = (dp_size, batch_num_tokens, global_batch_size)
     constants = (log_probs, old_log_probs, advantages)
     try:
+        if self.policy_loss_type not in ("ppo", "gspo"):
+            raise NotOursError(f"policy_loss_type {self.policy_loss_type}")
         if action_mask is None or (self.is_correction_level != "off" and rollout_log_probs is None):
             raise NotOursError("no mask, or no log-probabilities of the rollout")
         rollout = None if self.is_correction_level == "off" else rollout_log_probs

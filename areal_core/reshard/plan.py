@@ -53,7 +53,7 @@ class SenderLoad(NamedTuple):
 
 
 class LowerBound(NamedTuple):
-    """What no plan can beat; seconds under the topology."""
+    """What no plan can beat in which every node gets its bytes from their holders; seconds under the topology."""
 
     wire_bytes: int  # bytes that target ranks need and do not hold
     nic_bytes: int  # of these, with no holder on the node (multicast: counted once for the node)

@@ -20,6 +20,7 @@ from areal_core.errors import CancelledError, DeadlineError, PeerError
 from areal_core.reshard.transports import Transport
 
 _ACKNOWLEDGED = 1
+_TICK_S = 0.002  # torch.distributed counts whole milliseconds, so that its waits may end early
 
 
 class _Stats(NamedTuple):
@@ -125,7 +126,7 @@ class ProcessGroupTransport(Transport):
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))
             except RuntimeError as error:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline - _TICK_S:
                     raise DeadlineError(
                         f"rank {self.rank}: no progress of the process group in time: {error}"
                     ) from error

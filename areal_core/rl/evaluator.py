@@ -18,6 +18,7 @@ from areal_core.evaluate import (
     is_right,
     majority_at_k,
     pass_at_k,
+    votes,
 )
 from areal_core.generate.embedded import EmbeddedEngine
 from areal_core.generate.engine import GeneratedSample, SamplingParams
@@ -65,8 +66,8 @@ class Evaluator:
         with self.store.pin() as snapshot:
             self.engine.load_weights(snapshot.tensors, snapshot.version)
         greedy = self._evaluate(temperature=0.0, samples=1)
-        votes = bool(self.config.evaluate.k) and isinstance(self.workflow.task, Answering)
-        answers: dict[tuple[int, int], str | None] | None = {} if votes else None
+        wanted = bool(self.config.evaluate.k) and isinstance(self.workflow.task, Answering)
+        answers: dict[tuple[int, int], str | None] | None = {} if wanted else None
         sampled = self._evaluate(self.config.evaluate.temperature, self.config.evaluate.samples, answers)
         return {
             "eval/version": self.engine.version,
@@ -88,11 +89,11 @@ class Evaluator:
         for k in ks:
             metrics[f"eval/pass_at_{k}"] = float(pass_at_k(right.sum(axis=1), result.samples, k).mean())
             if answers is not None:
-                votes = [
-                    majority_at_k([answers[problem, i] for i in range(result.samples)], row.astype(float).tolist(), k)
-                    for problem, row in enumerate(right)
+                shares = [
+                    majority_at_k(votes([answers[problem, i] for i in range(result.samples)], row), row, k)
+                    for problem, row in enumerate(right.tolist())
                 ]
-                metrics[f"eval/maj_at_{k}"] = float(np.mean(votes))
+                metrics[f"eval/maj_at_{k}"] = float(np.mean(shares))
         return metrics
 
     def _evaluate(

@@ -12,7 +12,7 @@ from areal_core.errors import DataError
 from areal_core.tasks.base import Problem
 from areal_core.tasks.columns import ANSWER_FORMATS, AnswerFormat, Columns, find_columns
 from areal_core.tasks.prompts import PromptFormat
-from areal_core.tasks.verifiers import VERIFIERS, get_verifier
+from areal_core.tasks.verifiers import VERIFIERS, extract_answer, get_verifier
 
 __all__ = ["DatasetTask"]
 
@@ -82,6 +82,10 @@ class DatasetTask(ABC):
     def verify(self, problem: Problem, response_text: str) -> float:
         """1.0 when the verifier accepts the response."""
         return self._verify(response_text, problem.answer)
+
+    def extract_answer(self, _problem: Problem, response_text: str) -> str | None:
+        """What a response answers, as the verifier reads it."""
+        return extract_answer(self.verifier or "exact", response_text)
 
     @abstractmethod
     def _records(self, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

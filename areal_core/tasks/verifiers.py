@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from areal_core.tasks.latex import last_boxed, plain_answer
 from areal_core.tasks.math_equal import math_equal, require_math_verify
 
-__all__ = ["VERIFIERS", "Verifier", "get_verifier", "parse_number"]
+__all__ = ["VERIFIERS", "Verifier", "extract_answer", "get_verifier", "parse_number"]
 
 # A sign belongs to the number unless it stands after a word or a closing bracket, where it means subtraction.
 _NUMBER = re.compile(r"(?:(?<![\w)\]])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/0*[1-9]\d*)?|(?<![\w.])[-+]?\.\d+")
@@ -173,3 +173,27 @@ def _check_option(option: str, value: Any, default: Any) -> None:
             raise ValueError(f"verifier_options.{option}: expected true or false, got {value!r}")
     elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"verifier_options.{option}: expected a finite number >= 0, got {value!r}")
+
+
+def extract_answer(verifier: str, response: str) -> str | None:
+    """What a response answers, as that verifier reads it: equal texts are equal answers; None when it answers nothing.
+
+    Numbers are written as fractions, and others in `plain_answer`, so that forms of one answer mostly count as one.
+    """
+    if verifier == "exact":
+        return response.strip() or None
+    if verifier == "multiple_choice":
+        return _choice(response)
+    if verifier == "gsm8k":
+        _, marker, tail = response.rpartition("####")
+        box = last_boxed(response)
+        response = tail.strip().partition("\n")[0] if marker else response if box is None else plain_answer(box)
+    elif verifier in ("boxed", "math"):
+        box = last_boxed(response)
+        response = "" if box is None else plain_answer(box)
+        number = parse_number(response)
+        return (response or None) if number is None else str(number)
+    if verifier in ("gsm8k", "last_number"):
+        response = (_NUMBER.findall(response.translate(_MINUS)) or [""])[-1]
+    number = parse_number(response)
+    return None if number is None else str(number)

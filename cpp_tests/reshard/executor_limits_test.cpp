@@ -113,7 +113,17 @@ TEST(ExecutorLimits, ExposedBuffersAreCountedFromZero) {
 
 TEST(Deadlines, NoNumberHasPassed) { EXPECT_TRUE(Deadline(std::nan("")).passed()); }
 
-// Ten senders in turn over the same endpoints: plans may change from update to update.
+TEST(Deadlines, LongWorkIsInterruptedToo) {
+  struct Interrupted {};
+  const Deadline deadline(30, [] { throw Interrupted{}; });
+  Lookout lookout(deadline);
+  EXPECT_NO_THROW(lookout.look()) << "asked for every piece, it would wait for Python's lock each time";
+  const auto work = [&] {
+    while (!deadline.passed()) lookout.look();
+  };
+  EXPECT_THROW(work(), Interrupted);
+}
+
 TEST(ExecutorLimits, OneTransportServesPlansInTurn) {
   for (const Kind kind : {Kind::kInproc, Kind::kInprocStaged, Kind::kShmStaged, Kind::kTcp}) {
     World world(std::make_shared<PlainPlan>(tensors(0, {100, 70}), tensors(1, {100, 70}), 64, 1), kind);

@@ -58,7 +58,7 @@ struct RankPlan {
   std::vector<Atom> local_copies;
 };
 
-// What no plan can beat. Times in seconds under the topology.
+// What no plan can beat in which every node gets its bytes from their holders. Times in seconds under the topology.
 struct LowerBound {
   int64_t wire_bytes = 0;      // bytes that target ranks need and do not hold
   int64_t nic_bytes = 0;       // of these, with no holder on the node (multicast: counted once for the node)

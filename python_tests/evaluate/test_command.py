@@ -11,7 +11,7 @@ import pytest
 from areal_core.assets import resolve_model
 from areal_core.cli import main
 from areal_core.errors import ConfigError
-from areal_core.evaluate import sampling
+from areal_core.evaluate import majority_at_k, sampling
 from areal_core.evaluate.data import load_data_sets
 from areal_core.evaluate.results import Results
 from areal_core.model import load_model, load_tokenizer, save_model
@@ -66,6 +66,12 @@ def test_two_models_on_two_data_sets(tmp_path, other_policy, capsys):
         assert cell["shares"] == pytest.approx(shares)
         assert cell["problems"] == len(shares)
         assert f"{100 * np.mean(shares):.1f} [" in out
+        majorities = [
+            majority_at_k([r["answer"] for r in row["responses"]], [r["reward"] for r in row["responses"]], 4)
+            for key, row in sorted(found.items())
+            if key[:2] == (cell["model"], cell["data"])
+        ]
+        assert cell["maj_at"]["4"]["value"] == pytest.approx(np.mean(majorities))
     first, second = summary["cells"][0], summary["cells"][1]
     assert first["gain"] is None
     assert second["gain"]["value"] == pytest.approx(second["pass_at"]["1"]["value"] - first["pass_at"]["1"]["value"])
@@ -86,6 +92,51 @@ def test_responses_are_recorded_as_they_were_sampled(tmp_path):
             assert response["tokens"] == 3 or response["finish"] == "stop"
             assert response["reward"] == task.verify(problem, response["text"])
             assert response["answer"] == (response["text"].rpartition(")")[2] or None)
+
+
+LONG = ["--data", "chain_arithmetic:min_terms=6,max_terms=8"]
+
+
+def responses(folder: Path) -> list[dict]:
+    return [response for _, row in sorted(rows(folder).items()) for response in row["responses"]]
+
+
+def test_sampling_settings_reach_the_engine(tmp_path):
+    runs = {
+        "plain": [],
+        "one slot": ["--slots", "1"],
+        "short": ["--max-new-tokens", "2"],
+        "seed": ["--seed", "1"],
+        "hot": ["--temperature", "5"],
+        "top-k": ["--temperature", "5", "--top-k", "1"],
+        "top-p": ["--temperature", "5", "--top-p", "0.001"],
+    }
+    found = {}
+    for name, options in runs.items():
+        assert evaluate(tmp_path / name, *LONG, *options) == 0
+        found[name] = responses(tmp_path / name)
+    texts = {name: [response["text"] for response in listed] for name, listed in found.items()}
+    assert len({len(text) for text in texts["plain"]}) > 3, "responses end at different times"
+    assert found["one slot"] == found["plain"], "in the order of their numbers, not of their ends"
+    assert all(text[:2] == short for text, short in zip(texts["plain"], texts["short"], strict=True))
+    assert texts["seed"] != texts["plain"] != texts["hot"]
+    assert len(set(texts["top-k"])) <= 12, "greedy: one response to a problem"
+    assert texts["top-k"] == texts["top-p"]
+
+
+def test_what_was_cut_is_counted(tmp_path):
+    assert evaluate(tmp_path, *LONG, "--max-new-tokens", "2") == 0
+    cut = [response["finish"] == "length" for response in responses(tmp_path)]
+    (cell,) = json.loads((tmp_path / "summary.json").read_text())["cells"]
+    assert 0 < cell["truncated"]["value"] < 1
+    assert cell["truncated"]["value"] == pytest.approx(np.mean(cut))
+    assert cell["truncated"]["value"] != 0.5
+    assert cell["tokens"]["value"] == pytest.approx(np.mean([r["tokens"] for r in responses(tmp_path)]))
+
+
+def test_the_template_is_put_around_the_prompt(tmp_path, capsys):
+    assert evaluate(tmp_path, "--template", "A: {prompt}") == 2
+    assert "cannot encode 'A: " in capsys.readouterr().err
 
 
 def test_an_interrupted_evaluation_continues_to_the_same_results(tmp_path, monkeypatch, capsys):
@@ -155,6 +206,10 @@ def test_other_weights_and_other_problems_are_refused(tmp_path, other_policy, ca
     assert evaluate(folder, "--data", str(path)) == 0
     assert evaluate(folder, "--data", str(path), models=(f"chain_policy={other_policy}",)) == 2
     assert "other files of model chain_policy" in capsys.readouterr().err
+    assert evaluate(folder, "--data", str(path), models=(f"other={other_policy}",)) == 0
+    assert evaluate(folder, "--data", str(path)) == 0
+    assert evaluate(folder, "--data", str(path), models=("other=chain_policy",)) == 2
+    assert "other files of model other" in capsys.readouterr().err, "a call without it does not forget it"
     path.write_text('{"prompt": "1+3=", "answer": "4"}\n')
     assert evaluate(folder, "--data", str(path)) == 2
     assert "expected prompt '1+2=' of problem 0 of sums, got '1+3='" in capsys.readouterr().err
@@ -177,7 +232,7 @@ def test_a_verifier_that_fails_counts_as_wrong_and_is_named(tmp_path, monkeypatc
     (cell,) = json.loads((tmp_path / "summary.json").read_text())["cells"]
     assert cell["failed"] == len(failed)
     assert cell["pass_at"]["1"]["value"] == cell["reward"]["value"] < 1
-    assert "unverified" in capsys.readouterr().out
+    assert "verifier failed" in capsys.readouterr().out
     assert evaluate(tmp_path) == 0, "and is read back"
 
 

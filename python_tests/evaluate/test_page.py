@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_core.cli import main
+from areal_core.evaluate.page import _response
+from areal_core.evaluate.results import Response
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 VOID = {"meta", "rect", "line", "path", "circle", "br"}
@@ -67,6 +69,16 @@ def test_the_page_holds_what_the_table_says(folder):
         for value, interval in re.findall(r"(\S+) (\[[^\]]+\])", line):
             assert f"{value}{interval}" in page.text
     assert "https://" not in (folder / "evaluation.html").read_text().replace("http://www.w3.org", "")
+
+
+def test_responses_are_shown_as_text():
+    hostile = Response("<img src=x onerror=alert(1)>" + "x" * 5000, 0.0, 7, "length", None)
+    shown = _response("<m>", 0.25, [hostile] * 4)
+    assert "<img" not in shown
+    assert "&lt;img" in shown
+    assert "<m>" not in shown
+    assert "25.0% of 4 right; the first, cut after 7 tokens" in shown
+    assert len(shown) < 2500
 
 
 def test_one_sample_has_no_curves(tmp_path):

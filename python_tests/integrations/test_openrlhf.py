@@ -152,6 +152,8 @@ def test_policy_loss_falls_through() -> None:
             theirs = losses.PolicyLoss.forward.__wrapped__(module, **inputs)
             assert module(**inputs)[0] == theirs[0]
         assert sum(patches.fallbacks.values()) == 2
+    with integration.apply(), pytest.raises(ValueError, match="Invalid policy loss type: reinforce"):
+        losses.PolicyLoss(policy_loss_type="reinforce")(**x)
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

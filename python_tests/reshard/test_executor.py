@@ -83,7 +83,7 @@ def assert_targets(world: World, salt: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(pair=pairs(), chunk_bytes=st.sampled_from([4096, 1 << 20]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_element_arrives(kind: str, pair: tuple[Layout, Layout], chunk_bytes: int) -> None:
     world = World(plan(*pair, chunk_bytes=chunk_bytes), kind)
     for epoch in (1, 2):
@@ -247,7 +247,7 @@ def test_many_updates_take_no_memory_and_no_descriptors(kind: str) -> None:
     for epoch in range(50):
         world.run(epoch)
     before = use()
-    for epoch in range(50, 1050):
+    for epoch in range(50, 1050 if kind == "tcp" else 300):
         stats = world.run(epoch)
     after = use()
     assert after[1] == before[1]

@@ -174,7 +174,7 @@ def test_what_is_no_tensor_of_plain_bytes_is_refused() -> None:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layouts())
 def test_json_gives_an_equal_layout(layout: Layout) -> None:
     text = layout.to_json()

@@ -107,7 +107,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(draw(st.sampled_from([1, 2, 4, 8])), 1000.0, draw(st.sampled_from([1000.0, 4000.0])), slow)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(sides(), topologies(), st.sampled_from([64, 100, 8 << 20]), st.booleans())
 def test_every_element_arrives_once(
     layouts: tuple[Layout, Layout], topology: Topology, chunk_bytes: int, multicast: bool
