@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,7 +92,6 @@ class _Cluster:
         self.interrupts = config.generate.on_update in ("recompute", "keep")
         self.resume: Floats = np.zeros(config.generators)
         self.draining: Bools = np.zeros(config.generators, dtype=np.bool_)
-        self.loaded: Ints = np.zeros(config.generators, dtype=np.int64)
         self.version = 0
         self.now = 0.0
         self.groups = self._new_groups(0)
@@ -120,7 +118,7 @@ class _Cluster:
         published = batch_at + train_s + self.costs.publish_s
         advance = ahead.until(published)
         idle = self._idle_share(ahead, published)
-        produced = self._advance(advance, ahead)
+        produced = self._advance(advance)
         batch = self.groups.keep(taken)
         self.groups = self.groups.keep(~taken)
         self.steps.append(
@@ -161,10 +159,15 @@ class _Cluster:
         order = np.argsort(ready_at, kind="stable")
         size = self.config.rollout.batch_groups
         count = max(int(np.searchsorted(ready_at[order], free_at, side="right")), size)
-        admitted = self.groups.admitted[order].tolist()
+        oldest = int(self.groups.admitted.min())
+        admitted = self.groups.admitted[order] - oldest
+
+        def by_version(admitted: Ints) -> dict[int, int]:
+            return dict(enumerate(np.bincount(admitted).tolist(), start=oldest))
 
         def makes_batch(count: int) -> bool:
-            return self.gate.counts_make_batch(Counter(admitted[:count]), Counter(admitted[count:]), self.version)
+            ready, in_flight = by_version(admitted[:count]), by_version(admitted[count:])
+            return self.gate.counts_make_batch(ready, in_flight, self.version)
 
         # Once the gate says yes it stays yes as further groups finish: deadlines only get easier to keep.
         count = bisect.bisect_left(range(len(order)), True, lo=count, key=makes_batch)
@@ -172,31 +175,23 @@ class _Cluster:
         taken[np.sort(order[:count])[:size]] = True
         return max(free_at, float(ready_at[order[count - 1]])), taken
 
-    def _advance(self, advance: Advance, ahead: Forecast) -> int:
+    def _advance(self, advance: Advance) -> int:
         """Bring the groups to the boundary; the number of tokens produced."""
         groups, left = self.groups, self.groups.unfinished
         begins = left & ~groups.started
-        begins[left] &= advance.started
-        fresh = np.full(len(ahead.begin), self.version)
-        # A generator that drains starts what it had on the weights it has, and the rest on the newest.
-        before_load = self.draining[groups.generator[left]] & groups.started[left]
-        fresh[before_load] = self.loaded[groups.generator[left]][before_load]
-        version = np.zeros_like(groups.version)
-        version[left] = fresh
-        groups.version[begins] = version[begins]
-        if not self.interrupts:
-            version = groups.version
         groups.started[left] = advance.started
+        groups.version[begins & groups.started] = self.version
         tokens = np.zeros_like(groups.done)
         tokens[left] = advance.tokens
         groups.done += tokens
-        rows = np.broadcast_to(np.arange(len(groups.admitted))[:, None], tokens.shape)[left]
-        ages = np.where(advance.tokens > 0, version[left] - groups.admitted[rows], 0)
-        width = max(groups.by_age.shape[1], int(ages.max(initial=0)) + 1)
-        groups.by_age = np.pad(groups.by_age, ((0, 0), (0, width - groups.by_age.shape[1])))
-        counts = np.bincount(rows * width + ages, advance.tokens.astype(np.float64), groups.by_age.size)
-        groups.by_age += counts.astype(np.int64).reshape(groups.by_age.shape)
-        self.loaded[advance.loaded] = self.version
+        oldest = self.version - int(groups.admitted.min())
+        groups.by_age = np.pad(groups.by_age, ((0, 0), (0, max(0, oldest + 1 - groups.by_age.shape[1]))))
+        if self.interrupts:  # all generators have had the same version
+            groups.by_age[np.arange(len(tokens)), self.version - groups.admitted] += tokens.sum(1)
+        else:
+            rows, columns = np.nonzero(tokens)
+            ages = groups.version[rows, columns] - groups.admitted[rows]
+            np.add.at(groups.by_age, (rows, ages), tokens[rows, columns])
         self.draining &= ~advance.loaded
         return int(advance.tokens.sum())
 
@@ -209,11 +204,9 @@ class _Cluster:
         if config.generate.on_update == "drain":
             busy = np.bincount(where, minlength=config.generators) > 0
             self.draining = busy
-            self.loaded[~busy] = self.version
             self.resume[~busy] += self.costs.pause_s
             self.interrupted = 0
             return
-        self.loaded[:] = self.version
         self.resume += self.costs.pause_s
         self.interrupted = int(active.sum()) if self.interrupts else 0
         if config.generate.on_update == "recompute":

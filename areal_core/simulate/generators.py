@@ -75,7 +75,7 @@ class Forecast:
         generator = np.concatenate([work.generator, loads, work.generator[waits]])
         clock = np.concatenate([begin + work.left, load_at[loads], begin[waits]])
         kind = np.repeat([_END, _LOAD, _START], [work.left.size, loads.size, waits.size])
-        order = np.argsort((generator << 40) | (clock << 2) | kind, kind="stable")
+        order = np.argsort((generator << 40) | (clock << 2) | kind)
         change = np.where(kind == _END, -1, np.where(kind == _START, 1, 0))
         moved = np.concatenate([-offset, np.zeros(loads.size, dtype=np.int64), offset[waits]])
         self._generator, self._clock = generator[order], clock[order]
