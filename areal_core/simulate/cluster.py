@@ -124,7 +124,7 @@ class _Cluster:
         self.steps.append(
             Step(
                 began=self.now,
-                waited=batch_at - self.now - (self.costs.other_s if self.version else 0.0),
+                waited=max(batch_at - self.now - (self.costs.other_s if self.version else 0.0), 0.0),
                 batch_at=batch_at,
                 trained_at=batch_at + train_s,
                 published_at=published,

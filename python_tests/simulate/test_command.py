@@ -1,6 +1,8 @@
 """areal-core simulate as it is typed."""
 
+import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import yaml
 
 from areal_core.cli import main
+from areal_core.simulate import SimulateConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
 QUICK = ("steps=8", "skip_steps=2", "rollout.batch_groups=16", "cluster.gpus=16")
@@ -85,6 +88,7 @@ def write_run(folder: Path, *, eta: int, train_s: float, generate_s: float) -> N
             "time/forward_backward_s": train_s,
             "time/wait_s": step_s - train_s,
             "time/generate_s": generate_s,
+            "time/verify_s": generate_s / 4,
             "tokens/generated": 160,
             "idle/generator": 1 - generate_s / step_s,
             "response/tokens_mean": 10.0,
@@ -124,3 +128,14 @@ def test_a_run_that_measured_nothing_is_refused(tmp_path: Path, capsys: pytest.C
     write_run(tmp_path, eta=0, train_s=1.0, generate_s=0.0)
     assert main(["simulate", "--run", str(tmp_path)]) == 2
     assert "expected steps with times of the generators" in capsys.readouterr().err
+
+
+def test_the_guide_names_every_setting() -> None:
+    """Each in backticks: `section.key`, or `key` where the section stands before it."""
+    guide = (EXAMPLES.parents[1] / "docs" / "simulator.md").read_text()
+    written = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", guide))))
+    names = {field.name for field in dataclasses.fields(SimulateConfig)}
+    for section in vars(SimulateConfig()).values():
+        if dataclasses.is_dataclass(section):
+            names |= {field.name for field in dataclasses.fields(section)}
+    assert names <= written, f"not in docs/simulator.md: {sorted(names - written)}"
