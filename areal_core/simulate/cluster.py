@@ -192,7 +192,6 @@ class _Cluster:
             rows, columns = np.nonzero(tokens)
             ages = groups.version[rows, columns] - groups.admitted[rows]
             np.add.at(groups.by_age, (rows, ages), tokens[rows, columns])
-        self.draining &= ~advance.loaded
         return int(advance.tokens.sum())
 
     def _update(self, advance: Advance) -> None:
