@@ -9,6 +9,8 @@ import pytest
 import torch
 from verl_workers import Cluster, Setup, full_weights
 
+from areal_core.integrations.verl_weights import WeightBackend
+
 
 @pytest.fixture(params=["fake", "verl"])
 def real(request: pytest.FixtureRequest) -> bool:
@@ -52,6 +54,9 @@ def test_syncs_bring_every_bit_of_every_version(real: bool, transport: str) -> N
             check(cluster, step, shards=True)
         assert all(names == list(full_weights(0, torch.float32)) for names in cluster.call(cluster.rollouts, "names"))
         assert cluster.call(cluster.rollouts, "cached")
+        cluster.call(cluster.trainers, "grow")
+        succeeded(cluster.sync(4))
+        assert all(torch.equal(held["scale"], torch.ones(5).bfloat16()) for held in cluster.loaded())
 
 
 def failures(results: list[Any]) -> list[str]:
@@ -83,13 +88,15 @@ def test_a_failed_sync_fails_on_all_ranks_and_changes_nothing(real: bool) -> Non
 
         cluster.train(3)
         cluster.connect()
-        cluster.call(cluster.rollouts[1:], "die_next")
+        cluster.call(cluster.rollouts[1:], "die_before_commit")
         cluster.start_sync(3)
         told = failures([w.result() for w in (*cluster.trainers, *cluster.rollouts)])
         assert told[3].startswith("Dead")
         assert "PeerError" in told[0]
         cluster.rollouts.pop()  # verl's manager removes the replica, and the sync is made anew
         check(cluster, 2, shards=True)
+        cluster.rollouts[0].start("cached")  # what has arrived is no version
+        assert cluster.rollouts[0].result()[0] == "ClosedError"
         succeeded(cluster.sync(3))
         check(cluster, 3, shards=True)
 
@@ -143,3 +150,49 @@ def test_replicas_of_a_node_get_each_byte_over_the_network_once() -> None:
         assert metrics["areal_core/wire_bytes"] == 4 * size
         assert metrics["areal_core/nic_bytes"] == 2 * size
         assert metrics["areal_core/staging_bytes"] <= 2 * setup.bucket_bytes
+
+
+def member(node: str = "a", **changes: Any) -> dict[str, Any]:
+    row = {"backend": "areal_core", "node": node, "address": "127.0.0.1:1", "bucket_bytes": 1 << 20, "known": ""}
+    return row | {"rank": None, "shards": False, "transport": "auto"} | changes
+
+
+def test_ranks_of_a_node_are_neighbours_and_share_the_bucket() -> None:
+    rows = [member("a", rank=0, shards=True), member("b", rank=1, shards=True), *(member(n) for n in "bcca")]
+    trainers, rollouts = WeightBackend.build_topology(2, 4, rows)
+    group = trainers["group"][0]
+    assert rollouts["group"] == [group] * 4
+    assert (trainers["rank"], rollouts["rank"]) == ([0, 2], [3, 4, 5, 1])
+    assert (group.ranks_per_node, group.shards, group.multicast, group.one_machine) == (2, True, True, False)
+    assert group.chunk_bytes == (1 << 20) // 4
+    _, rollouts = WeightBackend.build_topology(1, 4, [member(), *[member()] * 4])
+    assert rollouts["group"][0].one_machine
+    assert len(group.token) >= 16
+    assert repr(group.token) not in repr(group)
+    assert group.token != rollouts["group"][0].token
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([member()], "expected metadata of 1 trainers and 1 rollout ranks"),
+        ([member(), None], "expected all ranks to use this backend"),
+        ([member(), member(transport="tcp")], "expected the same transport"),
+        ([member(transport="shm"), member("b", transport="shm")], "expected all ranks on one machine"),
+        ([member(shards=True, rank=1), member()], "in the order of their torch.distributed ranks"),
+        ([member(), member(bucket_bytes=100)], "expected buckets of 4096 bytes"),
+    ],
+)
+def test_a_topology_that_does_not_fit_is_refused(rows: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightBackend.build_topology(1, 1, rows)
+
+
+@pytest.mark.parametrize(
+    "options", [{"transport": "udp"}, {"timeout_s": 0}, {"rollout_dtype": "int8"}, {"rollout_dtype": "bf17"}]
+)
+def test_an_option_that_is_not_understood_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"expected {next(iter(options))}"):
+        WeightBackend(1 << 20, **options)
+    with pytest.raises(TypeError, match="bucket_sise"):
+        WeightBackend(1 << 20, bucket_sise=1)  # type: ignore[call-arg]

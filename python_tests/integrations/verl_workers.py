@@ -219,6 +219,10 @@ class Trainer:
                 else:
                     held.copy_(value)
 
+    def grow(self) -> None:
+        """A buffer is of another size from now on."""
+        self.model.scale = torch.ones(5)
+
     def engine(self, method: str, **kwargs: Any) -> Any:
         return self.worker_class.execute_checkpoint_engine(self.verl, method, **kwargs)
 
@@ -309,9 +313,11 @@ class Rollout:
         held: int = self.verl.checkpoint_engine._sync._memory.tensors["embed.weight"].data_ptr()
         return held
 
-    def die_next(self) -> None:
-        """The process is gone when its next transfer begins."""
-        self.verl.checkpoint_engine._sync._transfer = lambda *_: os._exit(9)
+    def die_before_commit(self) -> None:
+        """The process is gone when it has received everything and would say so."""
+        link = self.verl.checkpoint_engine._sync._link
+        exchange = link.exchange
+        link.exchange = lambda row: os._exit(9) if row == b"complete" else exchange(row)
 
 
 def new_backend(setup: Setup, **more: Any) -> Any:
