@@ -207,7 +207,8 @@ class Run:
         start = time.monotonic()
         self.version += 1
         with self.recorder.span("publish"):
-            self.publisher.publish(self.version)
+            stats = self.publisher.publish(self.version)
+        self.recorder.published(stats, start)
         self.rollout.set_version(self.version)
         self.recorder.instant(f"publish v{self.version}")
         return time.monotonic() - start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from areal_core.generate.engine import GeneratedSample
 from areal_core.tasks import Problem
 from areal_core.telemetry import Span
 
-__all__ = ["GeneratorReport", "PromptRequest", "SampleBatch", "Stop"]
+__all__ = ["GeneratorReport", "PromptRequest", "SampleBatch", "Stop", "VersionLoad"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,14 @@ class SampleBatch:
             yield sample, reward
 
 
+class VersionLoad(NamedTuple):
+    """A generator's change to a newer version."""
+
+    version: int
+    loaded_s: float  # when it was done: time.monotonic, a clock that all processes of a machine share
+    pause_s: float  # how long generation stood still
+
+
 @dataclass(frozen=True, eq=False)
 class GeneratorReport:
     """One message of a generator: what finished since the last one, and how its time went.
@@ -91,12 +100,14 @@ class GeneratorReport:
             weight_updates, and the seconds generate_s (verify_s of them in verifiers), weight_update_s, idle_s.
         verifier_error: what the verifier last raised or returned instead of a number.
         error: what ends the process, in its last report.
+        loads: versions loaded since the last report, the first one of the process left out: it replaces none.
         spans: trace spans (track, name, start_us, duration_us, args) that ended since the last report.
     """
 
     version: int
     samples: SampleBatch | None = None
     counters: dict[str, float] = field(default_factory=dict)
+    loads: list[VersionLoad] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     verifier_error: str = ""
     error: str = ""

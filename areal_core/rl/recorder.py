@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.model import Tokenizer
+from areal_core.reshard import PublishStats
 from areal_core.rl.config import Config
 from areal_core.rl.data import Group, Trajectory
 from areal_core.rl.messages import GeneratorReport
+from areal_core.rl.update_metrics import UpdateMetrics
 from areal_core.telemetry import EventLog, MetricsLog, Progress, SampleLog, Span, Tracer
 
 __all__ = ["Recorder"]
@@ -43,6 +45,7 @@ class Recorder:
         self._step = resume_step or 0
         self._lock = threading.Lock()
         self._totals: dict[int, _GeneratorTotals] = {}
+        self._updates = UpdateMetrics()
         self._spans: list[tuple[int, Sequence[Span]]] = []
         self._last_totals: dict[str, float] = {}
         self._last_time = time.monotonic()
@@ -74,10 +77,16 @@ class Recorder:
         if self._tracer is not None:
             self._tracer.instant(name, "trainer")
 
+    def published(self, stats: PublishStats, start_s: float) -> None:
+        """A version has been published, from `start_s` on (time.monotonic)."""
+        with self._lock:
+            self._updates.published(stats, start_s)
+
     def on_report(self, index: int, report: GeneratorReport) -> None:
-        """Add the counters and spans of a generator."""
+        """Add the counters, loads and spans of a generator."""
         with self._lock:
             self._totals.setdefault(index, _GeneratorTotals()).update(report.counters)
+            self._updates.loaded(report.loads)
             if report.spans and self._tracer is not None:
                 self._spans.append((index, report.spans))
 
@@ -106,7 +115,9 @@ class Recorder:
         Returns:
             the complete metrics.
         """
-        complete = {**metrics, "time_s": self.elapsed_s, **self._rates(metrics)}
+        with self._lock:
+            updates = self._updates.take()
+        complete = {**metrics, "time_s": self.elapsed_s, **updates, **self._rates(metrics)}
         self._step = int(metrics["step"])
         self._metrics.log(complete)
         rows = self._write_samples(groups, advantages)

@@ -25,7 +25,7 @@ from areal_core.generate.engine import Engine, GeneratedSample, GenerateRequest,
 from areal_core.model import DecoderConfig, Tokenizer
 from areal_core.reshard import VersionStore
 from areal_core.rl.config import GenerateConfig, RolloutConfig, TaskConfig
-from areal_core.rl.messages import GeneratorReport, PromptRequest, SampleBatch, Stop
+from areal_core.rl.messages import GeneratorReport, PromptRequest, SampleBatch, Stop, VersionLoad
 from areal_core.rl.reward_pool import RewardPool
 from areal_core.rl.workflow import SingleTurnWorkflow
 from areal_core.tasks import Problem, get_task
@@ -104,6 +104,7 @@ class Generator:
         self.problems: dict[int, tuple[Problem, int]] = {}  # request -> its problem, samples still to come
         self.activity = _Activity()
         self.counters = dict.fromkeys(("interrupted", "recomputed_tokens", "weight_updates", "verify_s"), 0.0)
+        self._loads: list[VersionLoad] = []  # since the last report
         self._last_report = 0.0
         # A thread empties the pipe: the trainer's sends can then never wait for a generator that is itself sending.
         self._inbox: queue.SimpleQueue[list[PromptRequest] | Stop] = queue.SimpleQueue()
@@ -164,9 +165,12 @@ class Generator:
         """
         if self.store.version() == self.engine.version:
             return
+        first = self.engine.version < 0
         self.activity.enter("weight_update")
         with self.store.pin() as snapshot:
             stats = self.engine.load_weights(snapshot.tensors, snapshot.version, on_update=self.spec.generate.on_update)
+        if not first:
+            self._loads.append(VersionLoad(snapshot.version, time.monotonic(), stats.seconds))
         self.counters["weight_updates"] += 1
         self.counters["interrupted"] += stats.interrupted_samples
         self.counters["recomputed_tokens"] += stats.recomputed_tokens
@@ -227,6 +231,7 @@ class Generator:
 
     def _send(self, samples: SampleBatch | None) -> None:
         stats = self.engine.stats()
+        loads, self._loads = self._loads, []
         self.connection.send(
             GeneratorReport(
                 version=self.engine.version,
@@ -237,6 +242,7 @@ class Generator:
                     "prefill_tokens": stats.prefill_tokens,
                     **self.activity.seconds(),
                 },
+                loads=loads,
                 spans=self.activity.spans.drain(),
                 verifier_error=self.workflow.last_error,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from statistics import median
 from typing import NamedTuple
 
 from areal_core.telemetry.format import compact, duration, finite, percent
@@ -74,6 +75,7 @@ def gather_facts(run: RunData) -> list[Fact]:
         _idle_fact("Generators idle", generator_idle(run)),
         _idle_fact("Trainer idle", trainer_idle(run)),
         _staleness_fact(run),
+        _update_fact(run),
     ]
     return [fact for fact in facts if fact is not None]
 
@@ -251,6 +253,18 @@ def _staleness_fact(run: RunData) -> Fact | None:
     bound = eta(run)
     shown = "" if bound is None else f", bound {'∞' if math.isinf(bound) else f'{bound:g}'}"
     return Fact("Token age", f"{mean:.2f}", f"versions, mean; oldest {compact(oldest) or 'unknown'}{shown}")
+
+
+def _update_fact(run: RunData) -> Fact | None:
+    visible, latest, pauses = (run.values(f"publish/{key}_s") for key in ("visible_p50", "visible_p95", "pause"))
+    if not (visible and latest and pauses):
+        return None
+    visible_ms, latest_ms, pause_ms = (f"{compact(1e3 * median(v))} ms" for v in (visible, latest, pauses))
+    note = f"until generators have a version (median step; p95 {latest_ms}), of which they stand still {pause_ms}"
+    moved, share = run.values("publish/bytes"), run.values("publish/bytes_over_bound")
+    if moved and share:
+        note += f"; {compact(moved[-1])}B, {share[-1]:.2f} of the bound"
+    return Fact("Weight update", visible_ms, note)
 
 
 def _with_untraced(rows: Iterable[TimelineRow]) -> dict[str, float]:

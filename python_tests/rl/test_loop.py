@@ -94,6 +94,13 @@ def test_a_run_leaves_a_complete_record(tmp_path, eta):
         assert 0 <= row["idle/trainer"] <= 1
         assert math.isfinite(row["loss/loss"])
         assert math.isfinite(row["optim/grad_norm"])
+        assert row["publish/bytes"] > 100_000
+        assert row["publish/bytes_over_bound"] == 1
+        if row["publish/loads"]:
+            assert 0 < row["publish/pause_s"] <= row["publish/pause_max_s"] < row["publish/visible_p95_s"]
+            assert row["publish/visible_p50_s"] <= row["publish/visible_p95_s"] < row["time_s"]
+    assert sum(row["publish/loads"] for row in rows) > 0
+    assert "Weight update" in (run_dir / "report.html").read_text()
     assert "eval/accuracy_sampled" in rows[2]
     assert "eval/accuracy_sampled" in rows[3]
     assert "eval/accuracy_sampled" not in rows[1]

@@ -96,6 +96,22 @@ def test_a_synchronous_run_shows_idle_generators(tmp_path):
     assert facts["Token age"] == ("0.00", "versions, mean; oldest 0, bound 0")
 
 
+def test_weight_updates_are_summed_up_where_they_were_recorded(tmp_path, finished):
+    assert "Weight update" not in facts_of(finished)
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for step, factor in enumerate((1, 2, 9), start=1):
+            update = {"visible_p50_s": 0.002, "visible_p95_s": 0.003, "pause_s": 0.0005}
+            metrics = {f"publish/{key}": value * factor for key, value in update.items()}
+            log.log({"step": step, **metrics, "publish/bytes": 2e9, "publish/bytes_over_bound": 1.0})
+        log.log({"step": 4, "publish/loads": 0.0})
+    value, note = facts_of(tmp_path)["Weight update"]
+    assert value == "4 ms"
+    assert note == (
+        "until generators have a version (median step; p95 6 ms), of which they stand still 1 ms; "
+        "2GB, 1.00 of the bound"
+    )
+
+
 def test_an_unbounded_run(tmp_path):
     write_synthetic_run(tmp_path / "free", 10, eta=math.inf)
     data = report_data(read_run(tmp_path / "free"))
