@@ -19,6 +19,16 @@ class Deadline {
   explicit Deadline(double seconds, std::function<void()> interrupt = {})
       : seconds_(seconds > 0 ? seconds : 0), at_(from_now(seconds_)), interrupt_(std::move(interrupt)) {}
 
+  // The same deadline, for a wait that has something of its own to look after: `interrupt` is called before this one's.
+  Deadline with(std::function<void()> interrupt) const {
+    Deadline both = *this;
+    both.interrupt_ = [first = std::move(interrupt), then = interrupt_] {
+      first();
+      if (then) then();
+    };
+    return both;
+  }
+
   double seconds() const { return seconds_; }
   bool passed() const { return Clock::now() >= at_; }
   void interrupt() const {

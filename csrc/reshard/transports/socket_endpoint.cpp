@@ -45,10 +45,8 @@ SocketEndpoint::SocketEndpoint(int32_t rank, std::vector<std::byte> token, int s
 // finish in turn.
 void SocketEndpoint::connect(const std::map<int32_t, std::string>& addresses, const Deadline& given) {
   // cancel() ends the waits of this call as well.
-  const double left = std::chrono::duration<double>(given.left(Deadline::Clock::duration::max())).count();
-  const Deadline deadline(left, [&] {
+  const Deadline deadline = given.with([this] {
     if (cancelled_) throw CancelledError(format_message("rank ", rank(), ": the update was cancelled"));
-    given.interrupt();
   });
   AREAL_CHECK(!io_.joinable(), "Transport: expected one connect(), got a second");
   const auto streams = static_cast<uint32_t>(streams_);
