@@ -21,8 +21,10 @@ import reshard_baselines as baselines
 import reshard_engine as engine
 import torch
 from bench_publish import NonTemporalCopy
+from reshard_crashes import bench_crashes
 from reshard_pack import bench_pack
 from reshard_ranks import Ranks
+from reshard_readers import bench_readers
 from reshard_weights import CASES, Case, Shapes, shapes_of
 
 from areal_core import _C
@@ -174,12 +176,15 @@ def main() -> None:
     )
     parser.add_argument("--pack-mib", type=int, default=64, help="bytes of each run length that is packed; 0: none")
     parser.add_argument("--flips", type=int, default=200, help="versions to commit for the flip's latency")
+    parser.add_argument("--crashes", type=int, default=4, help="kills at chunks, and as many at other moments; 0: none")
     args = parser.parse_args()
     refuse(args, "bench_reshard", "device", "cold")
     bench = Bench("reshard", args)
     shapes = shapes_of(args.model, args.layers, args.width)
+    bench_crashes(bench, args.crashes)
     bench_pack(bench, args.pack_mib << 20)
     bench_flip(bench, 1 << 20, args.flips)
+    bench_readers(bench, 1 << 20, args.flips)
     if args.pack_mib:
         bench_flip(bench, args.pack_mib << 20, min(args.flips, 9))
     folder = tempfile.mkdtemp(dir="/dev/shm")

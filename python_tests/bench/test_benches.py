@@ -26,7 +26,7 @@ SMALL = {
     "publish": "--sizes 20KB --rounds 4",
     "reshard_copy": "--runs 64 4096 --total-mib 1",
     "reshard_plan": "--tensors 300 --ranks 8 --cases qwen2.5-0.5b-fsdp4-to-tp2",
-    "reshard": "--layers 1 --width 112 --pack-mib 1 --flips 3 --cases fsdp4-tp2 --baselines",
+    "reshard": "--layers 1 --width 112 --pack-mib 1 --flips 3 --crashes 1 --cases fsdp4-tp2 --baselines",
     "scan": "--sequences 16 --length 17",
     "train_step": "--tokens 8 --vocab 67 --hidden 64",
     "trainer": "--groups 4 --group-size 2",

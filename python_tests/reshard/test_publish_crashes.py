@@ -1,195 +1,18 @@
 """Trainer and generator ranks that die in the middle of an update, at every chunk of it.
 
-A page of the victim's memory is made inaccessible just before the update, so that the process dies at the very
-instruction that touches that chunk; and, at moments of no pattern, by SIGKILL. Readers go on with the version before,
-on every rank; the retry succeeds, and the survivors hold no more descriptors and mappings than before.
+They die at the instruction that touches a chunk (crash_cast.py) and, at moments of no pattern, by SIGKILL. Readers go
+on with the version before, on every rank; the retry succeeds, and the survivors hold no more descriptors and mappings
+than before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import faulthandler
-import mmap
-import multiprocessing
 import os
 import signal
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
-from areal_core.errors import ArealError
-from areal_core.reshard import VersionStore
-from areal_core.reshard.layout import Layout, TensorLayout
-from areal_core.reshard.placements import Mesh, Shard
-from areal_core.reshard.plan import Plan, plan
-from areal_core.reshard.publish import Update, WeightSender
-from areal_core.reshard.receive import WeightReceiver
-from areal_core.reshard.spec import Spec
-
-FORK = multiprocessing.get_context("fork")
-TOKEN = b"a token for the tests"
-ROWS, COLUMNS = 64, 2 * mmap.PAGESIZE // 4  # a target's row is a page, a source's two
-CHUNK_BYTES = 4 * mmap.PAGESIZE
-SENDERS, RECEIVERS = (0, 1), (2, 3)
-CHUNKS = ROWS // 2 * mmap.PAGESIZE // CHUNK_BYTES  # of each of the four messages
-
-
-def make_plan() -> Plan:
-    """Rows over two senders -> columns over two receivers."""
-    spec = Spec(torch.int32, (ROWS, COLUMNS))
-    sides = [
-        Layout({"w": TensorLayout(spec, Mesh(ranks, (2,), ("x",)), (Shard(dim),))})
-        for dim, ranks in ((0, SENDERS), (1, RECEIVERS))
-    ]
-    return plan(*sides, chunk_bytes=CHUNK_BYTES)
-
-
-def whole(version: int) -> Tensor:
-    return torch.arange(ROWS * COLUMNS, dtype=torch.int32).view(ROWS, COLUMNS) + 1_000_000 * version
-
-
-def forbid_page(address: int) -> None:
-    """The next access to the page ends this process."""
-    faulthandler.disable()
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(address & -mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-
-
-def resources() -> tuple[int, int]:
-    """Descriptors, and mappings of shared memory."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return len(os.listdir("/proc/self/fd")), sum("memfd:" in line for line in maps)
-
-
-def send(rank: int, address: str, transport: str, pipe: Connection) -> None:
-    """A sender's process: publishes what it is told to, with a chunk that kills it where that is asked for."""
-    torch.set_num_threads(1)  # those of the parent are not in a forked child
-    weights = torch.frombuffer(mmap.mmap(-1, ROWS // 2 * COLUMNS * 4), dtype=torch.int32).view(ROWS // 2, COLUMNS)
-    with WeightSender(
-        make_plan(), rank, {"w": weights}, coordinator=address, token=TOKEN, transport=transport
-    ) as sender:
-        update: Update | None = None
-        while True:
-            version, fatal_chunk = pipe.recv()
-            if update is not None and sender._part._sending is update:  # it has not yet heard of the end of this one
-                with contextlib.suppress(ArealError):
-                    update.wait(20.0)
-            weights.copy_(whole(version)[rank * ROWS // 2 : (rank + 1) * ROWS // 2])
-            if fatal_chunk is not None:
-                forbid_page(weights.data_ptr() + fatal_chunk * ROWS // 2 // CHUNKS * COLUMNS * 4)
-            update, outcome = sender.publish(version, timeout=20.0), "done"
-            while not update.done() and not pipe.poll(0.005):
-                pass
-            try:
-                update.wait(0.0)
-            except ArealError as error:
-                outcome = f"{type(error).__name__}: {error}"
-            pipe.send((version, outcome, resources()))
-
-
-def receive(rank: int, address: str, transport: str, pipe: Connection, store: VersionStore) -> None:
-    """A receiver's process."""
-    torch.set_num_threads(1)
-    with WeightReceiver(make_plan(), rank, coordinator=address, token=TOKEN, transport=transport, store=store):
-        while True:
-            fatal_chunk = pipe.recv()
-            if fatal_chunk is not None:
-                with store.draft(10**6) as draft:
-                    target = draft.tensors["w"].data_ptr()
-                forbid_page(target + fatal_chunk * ROWS // 2 // CHUNKS * mmap.PAGESIZE)
-            pipe.send(resources())
-
-
-class Cast:
-    """A process for each rank; the receivers' stores are this process's too."""
-
-    def __init__(self, address: str, transport: str) -> None:
-        self.address, self.transport = address, transport
-        specs = {"w": Spec(torch.int32, (ROWS, COLUMNS // 2))}
-        self.stores = {rank: VersionStore.create(specs) for rank in RECEIVERS}
-        self.processes: dict[int, Any] = {}
-        self.pipes: dict[int, Connection] = {}
-        for rank in (*SENDERS, *RECEIVERS):
-            self.start(rank)
-
-    def start(self, rank: int) -> None:
-        self.pipes[rank], theirs = FORK.Pipe()
-        common = (rank, self.address, self.transport, theirs)
-        target, args = (send, common) if rank in SENDERS else (receive, (*common, self.stores[rank]))
-        self.processes[rank] = FORK.Process(target=target, args=args, daemon=True)
-        self.processes[rank].start()
-        theirs.close()
-
-    def begin(self, version: int, fatal: tuple[int, int] | None = None) -> None:
-        """Tell all senders to publish; fatal: (rank, chunk) that kills it."""
-        if fatal is not None and fatal[0] in RECEIVERS:
-            self.ask(fatal[0], fatal[1])
-        for rank in SENDERS:
-            self.pipes[rank].send((version, fatal[1] if fatal is not None and rank == fatal[0] else None))
-
-    def ends(self, version: int) -> dict[int, tuple[str, tuple[int, int]]]:
-        """What the senders that live say of it."""
-        replies = {}
-        for rank in SENDERS:
-            said, outcome, held = -1, "died", (0, 0)
-            try:
-                while said != version:
-                    said, outcome, held = self.pipes[rank].recv()
-            except (EOFError, OSError):
-                outcome = "died"
-            replies[rank] = (outcome, held)
-        return replies
-
-    def update(self, version: int) -> dict[int, tuple[str, tuple[int, int]]]:
-        """An update that succeeds, perhaps when an earlier death has been seen; what the senders say of it."""
-        for _ in range(3):
-            self.begin(version)
-            ends = self.ends(version)
-            if [end for end, _ in ends.values()] == ["done"] * len(SENDERS):
-                return ends
-        raise AssertionError(f"expected version {version} published, got {ends}")
-
-    def ask(self, rank: int, fatal_chunk: int | None = None) -> tuple[int, int]:
-        """A receiver's resources."""
-        self.pipes[rank].send(fatal_chunk)
-        answer: tuple[int, int] = self.pipes[rank].recv()
-        return answer
-
-    def bury(self, rank: int, status: int) -> None:
-        """Wait for the end of a victim, and start another in its place."""
-        process = self.processes[rank]
-        process.join(30.0)
-        assert process.exitcode == status, f"rank {rank}: expected the end by {-status}, got {process.exitcode}"
-        process.close()
-        self.pipes[rank].close()
-        self.start(rank)
-
-    def expect(self, *versions: int) -> int:
-        """Every receiver serves one of these, whole; which."""
-        seen = set()
-        for rank, store in self.stores.items():
-            with store.pin(timeout=5.0) as snapshot:
-                half = COLUMNS // 2
-                part = whole(snapshot.version)[:, (rank - 2) * half : (rank - 1) * half]
-                assert torch.equal(snapshot.tensors["w"], part), f"rank {rank}, version {snapshot.version}"
-                seen.add(int(snapshot.version))
-        assert seen <= set(versions), f"expected {versions}, got {seen}"
-        return max(seen)
-
-    def close(self) -> None:
-        for rank, process in self.processes.items():
-            process.kill()
-            process.join()
-            process.close()
-            self.pipes[rank].close()
-        for store in self.stores.values():
-            store.close()
+from crash_cast import RECEIVERS, Cast, chunks_of
 
 
 @pytest.mark.parametrize(
@@ -203,8 +26,7 @@ def test_one_dies_at_every_chunk(tmp_path: Path, transport: str, victim: int) ->
     survivor = 1 if victim == 0 else 0
     version, before = 0, {}
     cast.update(version)
-    chunks = 2 * CHUNKS if victim in RECEIVERS else CHUNKS  # a receiver's come from both senders
-    for chunk in range(chunks):
+    for chunk in range(chunks_of(victim)):
         cast.begin(version + 1, (victim, chunk))
         ends = cast.ends(version + 1)
         assert "done" not in {end for end, _ in ends.values()}, ends
