@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ SMALL = {
     "train_step": "--tokens 8 --vocab 67 --hidden 64",
     "trainer": "--groups 4 --group-size 2",
 }
+# Scripts of their own kind, without the harness and its options.
+SCRIPTS = {"rewards": "--responses 4 --verify-ms 1 --workers 1", "simulate": "12", "verl_weights": "1 1 1"}
 NEEDS = {"generate": "transformers", "train_step": "transformers", "trainer": "transformers"}
 
 
@@ -60,6 +63,10 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, arguments: str) -> None:
 def test_bench_runs(
     name: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if name in SCRIPTS:
+        command = [sys.executable, BENCH / f"bench_{name}.py", *SCRIPTS[name].split()]
+        assert subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120).stdout
+        return
     assert name in SMALL, f"bench_{name}: give it a tiny size here"
     run(monkeypatch, name, f"{SMALL[name]} --no-save --out {tmp_path}")
     assert capsys.readouterr().out

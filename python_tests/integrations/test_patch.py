@@ -46,14 +46,13 @@ def define(name: str, text: str) -> ModuleType:
 
 
 @pytest.fixture
-def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    before = set(sys.modules)
+def utils() -> Iterator[ModuleType]:
     package = define("fakeframe", "__path__ = []\n__version__ = '3.1'")
     package.utils = define("fakeframe.utils", DEFINITIONS)  # type: ignore[attr-defined]
     for name in ("fakeframe.trainer", "users_script"):
         define(name, IMPORTERS[name])
     yield package.utils
-    for name in set(sys.modules) - before:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fakeframe", "users_script")]:
         del sys.modules[name]
 
 
