@@ -27,7 +27,7 @@ SHARDS = 4
 
 
 def columns_plan(rows: int, run_bytes: int) -> Plan:
-    """A whole tensor on rank 0; rank 1 takes a quarter of its columns."""
+    """A whole tensor on rank 0; four ranks take a quarter of its columns each."""
     spec = Spec(torch.uint8, (rows, SHARDS * run_bytes))
     source = Layout({"w": TensorLayout(spec, Mesh((0,), (1,), ("x",)), (Replicate(),))})
     ranks = Mesh(range(1, 1 + SHARDS), (SHARDS,), ("tp",))
@@ -35,7 +35,7 @@ def columns_plan(rows: int, run_bytes: int) -> Plan:
 
 
 class Inproc:
-    """Rank 0 sends one shard to rank 1, a thread of this process; the others are left out of the group."""
+    """Rank 0 sends a column shard to each of four ranks, all threads of this process; one thread copies."""
 
     def __init__(self, rows: int, run_bytes: int, direct: bool) -> None:
         made = columns_plan(rows, run_bytes)
